@@ -1,0 +1,57 @@
+# The front door. Each target is one line that calls scripts/; `make help` lists them.
+
+PYTHON ?= python3
+VENV := .venv
+TOOL := $(VENV)/bin/python -m scripts
+export PROJECT PLATFORM SOURCE REPOSITORY FORCE VERBATIM JSON PATCH CMD CONTINUE ABORT
+
+.PHONY: help wheel fetch tree status check export edit verify-wheel install bump test clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+wheel: $(VENV)/.tool ## build both wheels into dist/ (PLATFORM=x86_64|aarch64, SOURCE=sdist|git)
+	@$(TOOL) wheel
+
+verify-wheel: $(VENV)/.tests ## check the finished wheels (PLATFORM=)
+	@$(TOOL) verify-wheel
+
+test: check wheel verify-wheel install ## everything: checks, tools, kernels, selection, wheels, install
+	@$(VENV)/bin/python -m pytest
+
+check: $(VENV)/.tests ## lint series, headers, overlay and code; fast tests
+	@$(TOOL) check
+
+status: $(VENV)/.tool ## show the series as a table (JSON=1, PROJECT=)
+	@$(TOOL) status
+
+tree: $(VENV)/.tool ## patched sources as git repositories in build/ (PROJECT=, SOURCE=, FORCE=1)
+	@$(TOOL) tree
+
+edit: $(VENV)/.tool ## work on one patch (PATCH=name, CMD=, CONTINUE=1, ABORT=1, PROJECT=)
+	@$(TOOL) edit
+
+export: $(VENV)/.tool ## commits of build/<project> back to patch files (PROJECT=, FORCE=1, VERBATIM=1)
+	@$(TOOL) export
+
+fetch: $(VENV)/.tool ## bring the pinned upstream files into the cache (PLATFORM=)
+	@$(TOOL) fetch
+
+install: $(VENV)/.tests ## install dist/ with all dependencies into .venv
+	@$(TOOL) install
+
+bump: $(VENV)/.tool ## raise the release number
+	@$(TOOL) bump
+
+clean: $(VENV)/.tool ## remove build/ and dist/ (FORCE=1 if they hold work of yours)
+	@$(TOOL) clean
+
+$(VENV)/.tool: scripts/requirements.txt
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
+$(VENV)/.tests: tests/requirements.txt $(VENV)/.tool
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@

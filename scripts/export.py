@@ -1,0 +1,187 @@
+"""Commits back to patch files.
+
+A patch file is left alone where its old text makes the same commit: no churn from shifted line numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts import overlay, series, tree
+from scripts.errors import EditError, SeriesError, UnsavedWorkError
+from scripts.layout import Layout
+from scripts.patch import FILENAME_TRAILER, Patch
+from scripts.pins import Project
+from scripts.repository import Repository
+from scripts.series import Applied
+from scripts.storage import write
+from scripts.upstream import Upstream
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The file names of a series after an export, and which of them are new, rewritten or gone."""
+
+    names: tuple[str, ...]
+    written: tuple[str, ...]
+    removed: tuple[str, ...]
+
+
+def canonical(repository: Repository, commit: str) -> bytes:
+    """A commit as the text of its patch file."""
+    text = repository.format_patch(commit)
+    return re.sub(rb"^%s: .*\n" % FILENAME_TRAILER.encode(), b"", text, count=1, flags=re.MULTILINE)
+
+
+def export_tree(
+    layout: Layout, project: Project, upstream: Upstream, *, force: bool = False, verbatim: bool = False
+) -> Exported:
+    """Write the commits of build/<project> to patches/<project>.
+
+    Raises:
+        UnsavedWorkError: the tree holds changes that are in no commit, or a patch would vanish and not `force`.
+        EditError: there is no tree, it is in the middle of something, or its history is not a plain line.
+    """
+    folder = layout.tree(project.name)
+    made = tree.state(folder)
+    if made is None:
+        raise EditError(f"{folder}: there is no tree to export from", cure="`make tree` makes it")
+    repository = tree.open_tree(folder)
+    for marker in ("rebase-merge", "rebase-apply", "CHERRY_PICK_HEAD", "MERGE_HEAD"):
+        if (repository.git_dir / marker).exists():
+            raise EditError(f"{folder}: a rebase, pick or merge is under way", cure="finish or abort it first")
+    status = repository.run("status", "--porcelain", "-z", "--untracked-files=all").decode().split("\0")
+    if changed := [record[3:] for record in status if record and "__pycache__" not in record]:
+        raise UnsavedWorkError(
+            f"{folder}: changes that are in no commit: {', '.join(changed[:5])}", cure="commit them or take them back"
+        )
+    tip = repository.ref("HEAD")
+    assert tip is not None
+    exported = export_commits(
+        layout, project, repository, made.upstream, made.overlay, tip, force=force, verbatim=verbatim
+    )
+    applied = series.apply(layout, project, repository, upstream.commit)
+    applied.refuse_bad()
+    adopt(layout, folder, repository, applied, tip)
+    return exported
+
+
+def adopt(layout: Layout, folder: Path, repository: Repository, applied: Applied, tip: str) -> None:
+    """Replace the tree's commits by those that the exported files make.
+
+    The content is the same but for overlay files, which may have been edited in overlay/ meanwhile.
+    """
+    changed = {change.path for change in repository.changes(tip, applied.tip)}
+    before = {
+        change.path for change in repository.changes(applied.upstream, repository.commits(applied.upstream, tip)[0])
+    }
+    if changed - before - set(overlay.files(layout, applied.project)):
+        raise SeriesError(
+            f"{folder}: the exported patches do not give the tree they were exported from",
+            cure="this is a defect of the tool: please report it; your commits are untouched",
+        )
+    repository.run("update-ref", "refs/heads/main", applied.tip)
+    repository.run("symbolic-ref", "HEAD", "refs/heads/main")
+    if changed:
+        repository.run("reset", "--quiet", "--hard")
+    tree.record(folder, repository, applied)
+
+
+def export_commits(
+    layout: Layout,
+    project: Project,
+    repository: Repository,
+    upstream: str,
+    overlay_commit: str,
+    tip: str,
+    *,
+    force: bool = False,
+    verbatim: bool = False,
+) -> Exported:
+    """Write the commits after `overlay_commit` up to `tip` as patch files and list them in the series."""
+    commits = repository.commits(upstream, tip)
+    if not commits or commits[0] != overlay_commit:
+        raise EditError(
+            "the history does not begin with the overlay commit that was put there",
+            cure="change overlay files in overlay/, not in the tree; keep that commit as it is",
+        )
+    if merges := [commit for commit in commits if len(repository.parents(commit)) != 1]:
+        raise EditError(f"commit {merges[0]} is a merge", cure="a series is a plain line of commits: rebase it")
+    old = {one.name: one for one in series.load(layout, project, repository)}
+    texts = {_name(repository, commit): (commit, canonical(repository, commit)) for commit in commits[1:]}
+    if len(texts) != len(commits) - 1:
+        raise EditError("two commits name the same patch file", cure=f"give one another {FILENAME_TRAILER} trailer")
+    removed = tuple(name for name in old if name not in texts)
+    if removed and not force:
+        raise UnsavedWorkError(
+            f"no commit for {', '.join(removed)}: the export would remove it", cure="FORCE=1 if that is meant"
+        )
+    folder = layout.patches(project.name)
+    ours = overlay.files(layout, project)
+    _refuse_unexportable(repository, folder, texts, set(ours))
+    written = []
+    for name, (commit, text) in texts.items():
+        same = name in old and (old[name].text == text or (not verbatim and _equal(repository, old[name], commit)))
+        if not same:
+            write(folder / name, text)
+            written.append(name)
+    _write_series(folder / "series", list(texts))
+    for name in removed:
+        (folder / name).unlink()
+    return Exported(tuple(texts), tuple(written), removed)
+
+
+def _name(repository: Repository, commit: str) -> str:
+    message = repository.run("show", "--no-patch", "--format=%B", commit).decode()
+    if name := repository.trailers(message).get(FILENAME_TRAILER):
+        return name
+    slug = re.sub(r"[^a-z0-9]+", "-", message.splitlines()[0].lower()).strip("-")
+    return f"{slug or commit[:12]}.patch"
+
+
+def _refuse_unexportable(
+    repository: Repository, folder: Path, texts: dict[str, tuple[str, bytes]], ours: set[str]
+) -> None:
+    for name, (commit, _) in texts.items():
+        for change in repository.changes(f"{commit}^", commit):
+            if change.path in ours:
+                raise SeriesError(
+                    f"{folder / name}: changes overlay file {change.path}", cure=f"edit overlay/{change.path} instead"
+                )
+            if change.status == "A":
+                raise SeriesError(f"{folder / name}: adds {change.path}", cure=f"put it at overlay/{change.path}")
+
+
+def _equal(repository: Repository, old: Patch, commit: str) -> bool:
+    """Whether the old patch file, applied at this place, makes the same tree, author and message."""
+    message = repository.run("show", "--no-patch", "--format=%an%n%ae%n%at%n%B", commit).decode()
+    index = repository.git_dir / "export-index"
+    repository.read_tree(index, f"{commit}^")
+    try:
+        if not repository.apply(old.diff, index) or repository.write_tree(index) != repository.tree(commit):
+            return False
+        redone = repository.commit(repository.tree(commit), repository.parents(commit), old.message, old.author)
+        redone_message = repository.run("show", "--no-patch", "--format=%an%n%ae%n%at%n%B", redone).decode()
+        return message.rstrip() == redone_message.rstrip()
+    finally:
+        index.unlink()
+
+
+def _write_series(path: Path, names: list[str]) -> None:
+    """Change the series file only where the order or the names did; comments stay at the top."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    listed = [line.split("#", 1)[0].strip() for line in text.splitlines()]
+    if [name for name in listed if name] != names:
+        comments = [line for line in text.splitlines() if line.startswith("#")]
+        write(path, "\n".join([*comments, *names, ""]).encode())
+
+
+def problems(repository: Repository, applied: Applied) -> list[str]:
+    """Patch files that apply exactly and yet are not the text that an export would write."""
+    return [
+        f"{step.patch.path}: is not what `make export VERBATIM=1` writes"
+        for step in applied.steps
+        if step.commit and step.verdict.kind == "exact" and canonical(repository, step.commit) != step.patch.text
+    ]
