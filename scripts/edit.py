@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -78,22 +77,25 @@ def proceed(layout: Layout, project: Project, upstream: Upstream) -> Exported:
 
     Raises:
         EditError: no edit is under way, the patch would become empty, or a later patch conflicts.
+        SeriesError: no patch file can hold what was changed; it can be mended in the tree.
     """
     folder = layout.edit(project.name)
     edit = _load(folder)
     repository = tree.open_tree(folder)
     if not edit.done:
         edit = replace(edit, done=_fold(repository, edit))
+        export.as_patch(layout, project, repository, edit.done)  # refused while it can still be changed
         repository.run("reset", "--quiet", "--soft", edit.done)
         _save(folder, edit)
     while edit.rest:
         edit = _pick(folder, repository, edit)
+        export.as_patch(layout, project, repository, edit.done)
         _save(folder, edit)
     exported = export.export_commits(layout, project, repository, edit.upstream, edit.overlay, edit.done)
     applied = series.apply(layout, project, repository, edit.upstream)
     applied.refuse_bad()
     export.adopt(layout, folder, repository, applied, edit.done)
-    shutil.rmtree(folder)
+    storage.discard(folder, layout.build)
     if layout.tree(project.name).exists() and not tree.unsaved(layout.tree(project.name)):
         tree.build(layout, project, upstream)
     return exported
@@ -107,7 +109,7 @@ def abort(layout: Layout, project: Project) -> None:
     """
     folder = layout.edit(project.name)
     _load(folder)
-    shutil.rmtree(folder)
+    storage.discard(folder, layout.build)
 
 
 def _run(folder: Path, name: str, command: str) -> None:
@@ -158,8 +160,14 @@ def _pick(folder: Path, repository: Repository, edit: Edit) -> Edit:
         result = None  # the user has finished it, or a killed run had
     if result is not None and not result:
         files = repository.run("diff", "--name-only", "--diff-filter=U", "-z").decode().split("\0")[:-1]
+        if not files:
+            raise EditError(
+                f"{_name(repository, commit)} cannot be re-applied after the edit of {edit.patch}: "
+                f"{result.stderr.strip()}",
+                cure="mend that, then CONTINUE=1; ABORT=1 drops the edit",
+            )
         raise EditError(
-            f"{_name(repository, commit)} conflicts with the edit of {edit.patch} in {', '.join(files) or folder}",
+            f"{_name(repository, commit)} conflicts with the edit of {edit.patch} in {', '.join(files)}",
             cure=f"resolve it in {folder}, `git add` the files, then CONTINUE=1; ABORT=1 drops the edit",
         )
     head = repository.ref("HEAD")

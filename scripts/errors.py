@@ -43,6 +43,12 @@ class StorageError(FatalError):
     exit_code = 13
 
 
+class GitError(FatalError):
+    """Git failed where no failure was expected: a defect, a broken repository or a full disk."""
+
+    exit_code = 14
+
+
 class SeriesError(FatalError):
     """A patch file, the series file or the overlay breaks a rule of this repository."""
 

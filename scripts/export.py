@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts import overlay, series, tree
+from scripts import overlay, patch, series, tree
 from scripts.errors import EditError, SeriesError, UnsavedWorkError
 from scripts.layout import Layout
 from scripts.patch import FILENAME_TRAILER, Patch
@@ -109,28 +109,34 @@ def export_commits(
         )
     if merges := [commit for commit in commits if len(repository.parents(commit)) != 1]:
         raise EditError(f"commit {merges[0]} is a merge", cure="a series is a plain line of commits: rebase it")
-    old = {one.name: one for one in series.load(layout, project, repository)}
-    texts = {_name(repository, commit): (commit, canonical(repository, commit)) for commit in commits[1:]}
-    if len(texts) != len(commits) - 1:
-        raise EditError("two commits name the same patch file", cure=f"give one another {FILENAME_TRAILER} trailer")
-    removed = tuple(name for name in old if name not in texts)
+    folder = layout.patches(project.name)
+    listed = series.listed(folder / "series")
+    names = [_name(repository, commit) for commit in commits[1:]]
+    series.refuse_names(folder / "series", names)
+    series.refuse_unlisted(folder, {*listed, *names})
+    removed = tuple(name for name in listed if name not in names)
     if removed and not force:
         raise UnsavedWorkError(
             f"no commit for {', '.join(removed)}: the export would remove it", cure="FORCE=1 if that is meant"
         )
-    folder = layout.patches(project.name)
-    ours = overlay.files(layout, project)
-    _refuse_unexportable(repository, folder, texts, set(ours))
-    written = []
-    for name, (commit, text) in texts.items():
-        same = name in old and (old[name].text == text or (not verbatim and _equal(repository, old[name], commit)))
-        if not same:
-            write(folder / name, text)
-            written.append(name)
-    _write_series(folder / "series", list(texts))
+    texts = {}
+    kept = []
+    for name, commit in zip(names, commits[1:], strict=True):
+        new, old = as_patch(layout, project, repository, commit), _old(repository, folder / name)
+        if old and not verbatim and _equal(repository, old, commit):
+            kept.append(old)
+            continue
+        kept.append(new)
+        if not old or old.text != new.text:
+            texts[new.path] = new.text
+    series.refuse_repeats(kept)
+    # Only now, when all is well; and in this order, so that a run that was killed between can be run again.
+    for path, text in texts.items():
+        write(path, text)
     for name in removed:
-        (folder / name).unlink()
-    return Exported(tuple(texts), tuple(written), removed)
+        (folder / name).unlink(missing_ok=True)
+    _write_series(folder / "series", names)
+    return Exported(tuple(names), tuple(path.name for path in texts), removed)
 
 
 def _name(repository: Repository, commit: str) -> str:
@@ -141,17 +147,28 @@ def _name(repository: Repository, commit: str) -> str:
     return f"{slug or commit[:12]}.patch"
 
 
-def _refuse_unexportable(
-    repository: Repository, folder: Path, texts: dict[str, tuple[str, bytes]], ours: set[str]
-) -> None:
-    for name, (commit, _) in texts.items():
-        for change in repository.changes(f"{commit}^", commit):
-            if change.path in ours:
-                raise SeriesError(
-                    f"{folder / name}: changes overlay file {change.path}", cure=f"edit overlay/{change.path} instead"
-                )
-            if change.status == "A":
-                raise SeriesError(f"{folder / name}: adds {change.path}", cure=f"put it at overlay/{change.path}")
+def _old(repository: Repository, path: Path) -> Patch | None:
+    """The patch file as it is, or None where there is none that could be kept."""
+    try:
+        return patch.load(repository, path)
+    except SeriesError:
+        return None
+
+
+def as_patch(layout: Layout, project: Project, repository: Repository, commit: str) -> Patch:
+    """The patch that a commit makes, not written yet.
+
+    Raises:
+        SeriesError: no patch file can hold what it changes or says.
+    """
+    path = layout.patches(project.name) / _name(repository, commit)
+    ours = overlay.files(layout, project)
+    for change in repository.changes(f"{commit}^", commit):
+        if change.path in ours:
+            raise SeriesError(f"{path}: changes overlay file {change.path}", cure=f"edit overlay/{change.path} instead")
+        if change.status == "A":
+            raise SeriesError(f"{path}: adds {change.path}", cure=f"put it at overlay/{change.path}")
+    return patch.parse(repository, path, canonical(repository, commit))
 
 
 def _equal(repository: Repository, old: Patch, commit: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,26 +83,20 @@ def _matches(package: Package, project: Project, kind: str) -> bool:
 @contextmanager
 def _resolved(project: Project, kind: str, sha256: str) -> Iterator[tuple[PyPIClient, list[Link]]]:
     """A client, and the links that may be the file: those with its hash first, then those without any."""
-    from unearth.errors import UnpackError, URLError, VCSBackendError
-
-    from scripts.pipconfig import PipConfig
+    from scripts.pipconfig import PipConfig, Refusals
 
     what = f"{project.name} {project.version} ({'sdist' if kind == 'sdist' else f'wheel, {kind}'})"
     config = PipConfig.load()
     with config.client() as client:
-        try:
+        with Refusals() as refusals:
             packages = list(config.finder(client).find_all_packages(project.name, allow_yanked=True))
-        except (OSError, UnpackError, URLError, VCSBackendError) as error:
-            raise SourceError(
-                f"{what} is not cached, and no package index answers: {error}", cure=_offline_cure(sha256)
-            ) from None
         links = [package.link for package in packages if _matches(package, project, kind)]
         if not links:
-            raise SourceError(
-                f"{what} is not cached, and none of the package indexes that pip is configured with has it",
-                cure=_offline_cure(sha256),
-            )
-        hashes = {link: (link.hashes or {}).get("sha256") for link in links}
+            problem = "none of the package indexes that pip is configured with has it"
+            if refusals.messages:
+                problem = f"a package index is unreachable or refused: {'; '.join(refusals.messages)}"
+            raise SourceError(f"{what} is not cached, and {problem}", cure=_offline_cure(sha256))
+        hashes = {link: (link.hash_option or {}).get("sha256", [""])[0] for link in links}
         wanted = [link for link in links if hashes[link] == sha256] + [link for link in links if not hashes[link]]
         if not wanted:
             offered = ", ".join(sorted({f"{link.filename} sha256 {hashes[link]}" for link in links}))
@@ -128,7 +123,12 @@ def _download(layout: Layout, project: Project, kind: str, sha256: str) -> Path:
         failure: Exception | None = None
         for link in links:
             try:
-                _stream(client, link, partial)
+                left = _digest(partial) if partial.exists() else ""
+                if left != sha256:
+                    _stream(client, link, partial)
+                if left and _digest(partial) != sha256:
+                    partial.unlink()  # the fault may be in what an earlier run left
+                    _stream(client, link, partial)
             except _TransferError as error:
                 failure = error
                 continue
@@ -165,16 +165,16 @@ def _stream(client: PyPIClient, link: Link, partial: Path) -> None:
             headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
             try:
                 with client.get_stream(link.normalized, headers=headers) as response:
-                    if response.status_code == httpx2.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
+                    if response.status_code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                         partial.unlink()  # longer than the file, so not a part of it
                         continue
                     response.raise_for_status()
-                    resumed = response.status_code == httpx2.codes.PARTIAL_CONTENT
+                    resumed = response.status_code == HTTPStatus.PARTIAL_CONTENT
                     length = int(response.headers.get("Content-Length", 0))
                     start = have if resumed else 0
                     progress.begin(start, start + length)
                     with writable(partial), partial.open("ab" if resumed else "wb") as file:
-                        for chunk in response.iter_raw(1 << 20):
+                        for chunk in response.iter_raw():
                             file.write(chunk)
                             progress.advance(len(chunk))
                     if length and partial.stat().st_size < start + length:

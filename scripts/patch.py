@@ -73,22 +73,32 @@ def load(repository: Repository, path: Path) -> Patch:
     """Read a patch file.
 
     Raises:
-        SeriesError: it is missing, empty, not a format-patch mail, binary, adds files, was mangled or leads
-            out of the tree.
+        SeriesError: it cannot be read, or `parse` refuses it.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise SeriesError(
+            f"{path}: cannot be read: {error.strerror}", cure="restore it, or take it out of the series"
+        ) from None
+    return parse(repository, path, text)
+
+
+def parse(repository: Repository, path: Path, text: bytes) -> Patch:
+    """Take apart the text of the patch file `path`, which need not be there yet.
+
+    Raises:
+        SeriesError: it is empty, not a format-patch mail, binary, adds files, was mangled or leads out of the tree.
     """
 
     def refuse(problem: str, cure: str = "export it anew with `make export`") -> SeriesError:
         return SeriesError(f"{path}: {problem}", cure=cure)
 
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise refuse(f"cannot be read: {error.strerror}", "restore it, or take it out of the series") from None
     if not text.strip():
         raise refuse("empty", "restore it, or take it out of the series")
     # git's own export with --no-stat puts the diff right after the message, without a line of dashes.
     header, separator, _ = text.partition(b"\ndiff --git ")
-    if b"\r\n" in header or re.search(rb"^(---|diff --git .*)\r$", text, re.MULTILINE):
+    if b"\r\n" in header or re.search(rb"^diff --git .*\r$", text, re.MULTILINE):
         raise refuse("has CRLF line ends", "restore it: an editor or a mail program converted it")
     if re.search(rb"^(GIT binary patch|Binary files .* differ)\r?$", text, re.MULTILINE):
         raise refuse("changes a binary file", "a patch changes text; put new files into overlay/")
@@ -105,12 +115,14 @@ def load(repository: Repository, path: Path) -> Patch:
     except (UnidiffParseError, ValueError) as error:
         raise refuse(f"malformed diff: {error}") from None
     if not files:
-        raise refuse("its diff changes no line")
+        raise refuse("its diff changes no file")
     for file in files:
-        for name in {file.source_file, file.target_file} - {"/dev/null"}:
+        for name in sorted({file.source_file, file.target_file} - {"/dev/null"}):
             parts = PurePosixPath(name[2:]).parts
             if not name.startswith(("a/", "b/")) or ".." in parts or ".git" in parts or not parts or name[2] == "/":
                 raise refuse(f"{name} leads out of the tree", "a patch changes upstream's own files only")
+        if not len(file):
+            raise refuse(f"changes no line of {file.path}", "a patch changes text, not modes and names")
         if file.is_added_file:
             raise refuse(f"adds {file.path}", "put new files into overlay/; a patch holds the hook that calls them")
     return patch
@@ -120,7 +132,8 @@ def header_problems(patch: Patch, root: Path, package: str) -> list[str]:
     """What is missing or wrong in a patch's header, as sentences that begin with the file name."""
     problems = []
     trailers = patch.trailers
-    if len(patch.body.split("\n\n")) < 2:
+    paragraphs = [text for text in patch.body.strip().split("\n\n") if text]
+    if len(paragraphs) <= bool(trailers):
         problems.append("the message does not say why the patch exists")
     problems += [f"trailer {name} is missing" for name in _REQUIRED if not trailers.get(name)]
     status = trailers.get("Upstream-Status", "")

@@ -112,9 +112,11 @@ def _project(path: Path, name: str, value: object, label: str, number: int) -> P
     table = _Table(path, name, value)
     version = table.text("version")
     try:
-        Version(version)
+        normalised = str(Version(version))
     except InvalidVersion:
-        raise PinError(f"{path}: {name}.version {version!r} is not a PEP 440 version", cure=_CURE) from None
+        normalised = ""
+    if version != normalised:
+        raise PinError(f"{path}: {name}.version {version!r} is not a normalised PEP 440 version", cure=_CURE)
     tag = table.text("tag")
     if tag.removeprefix("v") != version:
         raise PinError(f"{path}: {name}.tag {tag!r} does not name version {version}", cure=f"expected v{version}")
@@ -181,10 +183,10 @@ def record_commit(path: Path, project: Project, commit: str) -> None:
 
 def bump(path: Path) -> int:
     """Raise release.number by one and return it."""
+    number = load(path).number + 1
     document = tomlkit.parse(path.read_text(encoding="utf-8"))
     release = document["release"]
     assert isinstance(release, tomlkit.items.Table)
-    number = load(path).number + 1
     release["number"] = number
     write(path, tomlkit.dumps(document).encode())
     return number

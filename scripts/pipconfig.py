@@ -7,21 +7,52 @@ upstream releases from there as well.
 from __future__ import annotations
 
 import ast
+import logging
 import ssl
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import httpx2
 from unearth import PackageFinder
 from unearth.auth import MultiDomainBasicAuth
+from unearth.collector import LinkCollectError, logger
 from unearth.fetchers import Fetcher, PyPIClient
 
 from scripts.errors import SourceError
 
 # `pip config list` prints one line a key: the section, a dot, the option. What stands first wins.
 _SECTIONS = (":env:", "download", "install", "global")
+
+
+class _Client(PyPIClient):
+    def request(self, *arguments: Any, **options: Any) -> httpx2.Response:
+        """A page of an index. One that cannot be reached is passed over, as one that answers with an error is."""
+        try:
+            return super().request(*arguments, **options)
+        except httpx2.HTTPError as error:
+            raise LinkCollectError(str(error) or type(error).__name__) from None
+
+
+class Refusals(logging.Handler):
+    """Why indexes were passed over, which the library only logs; that one lacks a project is no refusal."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "Client Error(404)" not in record.getMessage():
+            self.messages.append(record.getMessage())
+
+    def __enter__(self) -> Refusals:
+        logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logger.removeHandler(self)
 
 
 @dataclass(frozen=True)
@@ -69,7 +100,7 @@ class PipConfig:
                     f"{bundle}: pip's certificate bundle cannot be read: {error}", cure="mend pip's option 'cert'"
                 ) from None
         timeout = float(self.options.get("default-timeout", self.options.get("timeout", "60")))
-        client = PyPIClient(
+        client = _Client(
             verify=verify,
             cert=cert,
             proxy=self.options.get("proxy") or None,
@@ -77,7 +108,8 @@ class PipConfig:
             timeout=timeout,
             follow_redirects=True,
         )
-        client.auth = MultiDomainBasicAuth(index_urls=[*self.words("index-url"), *self.words("extra-index-url")])
+        urls = [*self.words("index-url"), *self.words("extra-index-url")]
+        client.auth = MultiDomainBasicAuth(prompting=sys.stdin.isatty(), index_urls=urls)
         return client
 
     def finder(self, client: PyPIClient) -> PackageFinder:

@@ -14,7 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-import git
+from scripts.errors import GitError
+
+try:
+    import git
+except ImportError:  # GitPython looks for git when it is imported
+    raise GitError("git is not installed, or not on the PATH", cure="install git 2.39 or later") from None
 
 #: Committer of every commit that the tool makes; the author of a patch is the author in its mail.
 IDENTITY = ("vllm-sm120", "maintainers@vllm-sm120.invalid")
@@ -47,10 +52,9 @@ _OPTIONS = (
     *("-c", "diff.renames=false"),
     *("-c", "gc.auto=0"),
 )
-
-
-class GitError(Exception):
-    """Git failed where no failure was expected: a defect, a broken repository or a full disk."""
+# Upstream's own attributes convert line ends or choose the diff of a language; these, which no file of a tree can
+# override, keep every work tree to upstream's bytes and every patch to git's plain diff.
+_ATTRIBUTES = "* -text -ident !filter !working-tree-encoding !diff !merge\n"
 
 
 @dataclass(frozen=True)
@@ -116,10 +120,17 @@ class Repository:
         repository = cls(git_dir, work_tree)
         repository.run("init", "--quiet", "--initial-branch=main", "--template=")
         if objects:
-            info = git_dir / "objects" / "info"
-            info.mkdir(exist_ok=True)
-            (info / "alternates").write_text(f"{objects.absolute()}\n")
+            repository._write_info(git_dir / "objects" / "info" / "alternates", f"{objects.absolute()}\n")
+        if work_tree:
+            # For the user's git as well: files are upstream's bytes, and what is upstream's to ignore is not ours.
+            repository._write_info(git_dir / "info" / "attributes", _ATTRIBUTES)
+            repository.run("config", "core.autocrlf", "false")
         return repository
+
+    @staticmethod
+    def _write_info(path: Path, text: str) -> None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
 
     @property
     def objects(self) -> Path:
@@ -266,8 +277,9 @@ class Repository:
         git fast-import needs no work tree, so neither an ignore file nor an attribute of upstream's can
         drop or change a file. `author.date` is `<seconds> +0000`.
         """
+        arguments = ("fast-import", "--quiet", "--done", "--date-format=raw", "--depth=0")
         process = self._git.execute(
-            ["git", *_OPTIONS, "-c", "core.compression=1", "fast-import", "--quiet", "--date-format=raw", "--depth=0"],
+            ["git", *_OPTIONS, "-c", "core.compression=1", *arguments],
             istream=subprocess.PIPE,
             env=self._environment(None, None),
             as_process=True,
@@ -284,6 +296,7 @@ class Repository:
             for path, executable, data in files:
                 mode = "100755" if executable else "100644"
                 stdin.write(f"M {mode} inline {path}\ndata {len(data)}\n".encode() + data + b"\n")
+            stdin.write(b"done\n")  # where it is missing, because this run was killed, git makes no commit
             stdin.close()
         except BrokenPipeError:
             pass  # git said why on stderr, which wait() reports

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from scripts import overlay, patch, verdict
 from scripts.errors import ApplyError, SeriesError
@@ -54,53 +55,90 @@ class Applied:
             )
 
 
-def names(layout: Layout, project: Project) -> list[str]:
-    """The patch file names of a series, in order. A project without patches needs no series file.
+def listed(path: Path) -> list[str]:
+    """The names in a series file, in order. A project without patches needs none.
 
     Raises:
-        SeriesError: a line is not a file name, a name stands twice, a file is missing or not listed.
+        SeriesError: a line is not a file name, or a name stands twice.
     """
-    folder = layout.patches(project.name)
-    path = folder / "series"
     try:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     except UnicodeDecodeError:
         raise SeriesError(f"{path}: not text", cure="restore it") from None
-    listed = [line.split("#", 1)[0].strip() for line in lines]
-    listed = [name for name in listed if name]
-    for name in listed:
+    found = [line.split("#", 1)[0].strip() for line in lines]
+    found = [name for name in found if name]
+    refuse_names(path, found)
+    return found
+
+
+def refuse_names(path: Path, names: Sequence[str]) -> None:
+    """Refuse names that a series file, `path`, cannot list.
+
+    Raises:
+        SeriesError: one is not that of a patch file beside it, or stands twice.
+    """
+    for name in names:
         if not _NAME.fullmatch(name):
             raise SeriesError(
                 f"{path}: {name!r} is not the name of a patch file in this folder",
                 cure="one file name a line, lower case, ending in .patch; comments begin with #",
             )
-    if twice := sorted({name for name in listed if listed.count(name) > 1}):
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         raise SeriesError(f"{path}: listed twice: {', '.join(twice)}", cure="keep one of the lines")
-    present = {file.name for file in folder.glob("*.patch")}
-    if missing := [name for name in listed if name not in present]:
+
+
+def refuse_unlisted(folder: Path, names: Collection[str]) -> None:
+    """Refuse patch files in `folder` that are none of `names`.
+
+    Raises:
+        SeriesError: there are such files.
+    """
+    if unlisted := sorted({file.name for file in folder.glob("*.patch")} - set(names)):
+        raise SeriesError(
+            f"{folder}: not in the series: {', '.join(unlisted)}",
+            cure=f"add it to {folder / 'series'}, or remove the file",
+        )
+
+
+def names(layout: Layout, project: Project) -> list[str]:
+    """The patch file names of a series, in order.
+
+    Raises:
+        SeriesError: the series file breaks a rule, or a patch file is missing or not listed.
+    """
+    folder = layout.patches(project.name)
+    path = folder / "series"
+    found = listed(path)
+    if missing := [name for name in found if not (folder / name).exists()]:
         raise SeriesError(
             f"{path}: no such file: {', '.join(missing)}", cure="restore the patch, or take it out of the series"
         )
-    if unlisted := sorted(present - set(listed)):
-        raise SeriesError(
-            f"{folder}: not in the series: {', '.join(unlisted)}", cure=f"add it to {path}, or remove the file"
-        )
-    return listed
+    refuse_unlisted(folder, found)
+    return found
 
 
 def load(layout: Layout, project: Project, repository: Repository) -> list[Patch]:
     """The patches of a series, in order.
 
     Raises:
-        SeriesError: the series or a patch file breaks a rule; two files may not hold the same change.
+        SeriesError: the series or a patch file breaks a rule.
     """
     patches = [patch.load(repository, layout.patches(project.name) / name) for name in names(layout, project)]
+    refuse_repeats(patches)
+    return patches
+
+
+def refuse_repeats(patches: Iterable[Patch]) -> None:
+    """Refuse patches that hold the same change.
+
+    Raises:
+        SeriesError: there are two.
+    """
     seen: dict[bytes, Patch] = {}
     for one in patches:
         if other := seen.get(one.diff):
             raise SeriesError(f"{one.path}: the same change as {other.name}", cure="keep one of the two")
         seen[one.diff] = one
-    return patches
 
 
 @contextmanager

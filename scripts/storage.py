@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,25 +35,16 @@ def replace(finished: Path, target: Path) -> None:
 
 def write(target: Path, data: bytes) -> None:
     """Write a file through a temporary name, so that it is never half there."""
-    with (
-        writable(target),
-        tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file,
-    ):
-        temporary = Path(file.name)
+    temporary = target.with_name(f".{target.name}.tmp")  # always this one: what a killed run left is overwritten
+    with writable(target):
         try:
-            file.write(data)
-            file.flush()
-            os.fchmod(file.fileno(), target.stat().st_mode if target.exists() else 0o666 & ~_umask())
+            temporary.write_bytes(data)
+            if target.exists():
+                temporary.chmod(target.stat().st_mode)
             temporary.replace(target)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 @contextmanager
@@ -75,10 +65,37 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def scratch(folder: Path, prefix: str) -> Iterator[Path]:
-    """A temporary folder inside `folder`, removed at the end whatever happens."""
-    with writable(folder / prefix):
-        path = Path(tempfile.mkdtemp(dir=folder, prefix=prefix))
+    """A temporary folder inside `folder`, removed at the end whatever happens; what killed runs left goes first.
+
+    A lock file beside it says that the folder is in use: a lock ends with its process.
+    """
+    path = folder / f"{prefix}{secrets.token_hex(4)}"
+    lock = filelock.FileLock(f"{path}.lock")
+    with writable(path):
+        for left in folder.glob(f".*-{'?' * 8}.lock"):
+            _remove_abandoned(left)
+        lock.acquire()
+        path.mkdir()
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+        lock.release()
+        Path(lock.lock_file).unlink(missing_ok=True)
+
+
+def _remove_abandoned(path: Path) -> None:
+    lock = filelock.FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        return
+    shutil.rmtree(path.with_suffix(""), ignore_errors=True)
+    lock.release()
+    path.unlink(missing_ok=True)
+
+
+def discard(path: Path, folder: Path) -> None:
+    """Remove a folder, through a temporary name inside `folder` so that it is never half there."""
+    with scratch(folder, ".discarded-") as temporary:
+        replace(path, temporary / path.name)

@@ -7,7 +7,6 @@ and renamed into it, so a failing series or a killed run leaves the previous tre
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from scripts.layout import Layout
 from scripts.pins import Project
 from scripts.repository import Repository
 from scripts.series import Applied
-from scripts.storage import replace, scratch, write
+from scripts.storage import discard, replace, scratch, write
 from scripts.upstream import Upstream
 
 _STATE = "vllm-sm120.json"
@@ -54,7 +53,8 @@ def unsaved(folder: Path) -> str:
     if made is None:
         return "was not made by this tool"
     repository = open_tree(folder)
-    if repository.ref("HEAD") != made.tip:
+    tip = repository.ref("HEAD")
+    if tip != made.tip or repository.run("rev-list", "--max-count=1", "--all", "--not", made.tip):
         return "has commits that are in no patch file"
     status = repository.run("status", "--porcelain", "-z", "--ignored=matching", "--untracked-files=all").decode()
     changed = [record[3:] for record in status.split("\0") if record and "__pycache__" not in record]
@@ -119,5 +119,6 @@ def clean(layout: Layout, *, force: bool = False) -> None:
             raise UnsavedWorkError(f"{folder}: an edit is under way", cure="finish it, or FORCE=1 discards it")
         if known and folder.name != "edit":
             refuse_to_lose(folder, force)
-    for folder in (layout.build, layout.dist):
-        shutil.rmtree(folder, ignore_errors=True)
+    for folder in [*folders, layout.dist]:
+        if folder.exists():
+            discard(folder, layout.build)

@@ -15,7 +15,7 @@ from scripts.console import console
 from scripts.errors import HashError, SourceError
 from scripts.layout import Layout
 from scripts.pins import Project
-from scripts.repository import IDENTITY, Author, GitError, Repository
+from scripts.repository import IDENTITY, Author, Repository
 from scripts.storage import locked, writable
 
 #: Generated when a release is made: the one file below the package that a sdist has and a clone has not.
@@ -61,7 +61,7 @@ def from_git(layout: Layout, project: Project, url: str = "") -> Upstream:
     repository = _repository(layout, project)
     clone = f"refs/clones/{project.tag}"
     with locked(repository.git_dir.with_suffix(".lock")), writable(repository.git_dir):
-        Repository.init(repository.git_dir)
+        _init(repository)
         known = repository.ref(clone)
         if known is None or not known.startswith(project.commit):
             console.print(f"cloning {project.tag} of {url}")
@@ -82,15 +82,17 @@ def from_git(layout: Layout, project: Project, url: str = "") -> Upstream:
     if source != project.commit:
         pins.record_commit(layout.pins, project, source)
         console.print(f"{layout.pins.name}: {project.name}.commit is now the full {source}")
-    _compare_with_sdist(repository, project, source)
+    _compare_with_sdist(layout, repository, project, source)
     date = repository.line("show", "--no-patch", "--format=%ct +0000", source)
     message = f"upstream {project.name} {project.version}\n\ncommit {source}\n"
     tree = repository.tree(source)
     return Upstream(repository, repository.commit(tree, [], message, Author(*IDENTITY, f"@{date}")))
 
 
-def _compare_with_sdist(repository: Repository, project: Project, source: str) -> None:
+def _compare_with_sdist(layout: Layout, repository: Repository, project: Project, source: str) -> None:
     released = repository.ref(f"refs/upstream/{project.sdist}")
+    if released is None and fetch.cached(layout, project.sdist):
+        released = from_sdist(layout, project).commit
     if released is None:
         console.print("the source distribution is not in the cache: the clone is checked by its commit alone")
         return
@@ -107,11 +109,17 @@ def _repository(layout: Layout, project: Project) -> Repository:
     return Repository(layout.cache / "git" / f"{project.name}.git")
 
 
+def _init(repository: Repository) -> None:
+    """Make the repository, or take it as a killed run has left it: nobody else writes to it now."""
+    Repository.init(repository.git_dir)
+    for pattern in ("*.lock", "refs/**/*.lock", "objects/pack/tmp_*", "fast_import_crash_*"):
+        for leftover in repository.git_dir.glob(pattern):
+            leftover.unlink()
+
+
 def _import(repository: Repository, ref: str, project: Project, archive: Path) -> str:
     console.print(f"importing {archive.name} into git")
-    Repository.init(repository.git_dir)
-    for leftover in (repository.objects / "pack").glob("tmp_*"):
-        leftover.unlink()  # of an import that was killed
+    _init(repository)
     message = f"upstream {project.name} {project.version}\n\nsdist sha256 {project.sdist}\n"
     try:
         with tarfile.open(archive) as tar:
@@ -122,8 +130,6 @@ def _import(repository: Repository, ref: str, project: Project, archive: Path) -
         return repository.import_files(ref, files, message, author)
     except (tarfile.TarError, EOFError) as error:
         raise SourceError(f"{archive}: not a readable source distribution: {error}", cure="remove it") from None
-    except GitError as error:
-        raise OSError(str(error)) from error
 
 
 def _path(member: tarfile.TarInfo) -> str:
