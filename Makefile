@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 TOOL := $(VENV)/bin/python -m scripts
+override CMD := $(value CMD)# a shell's text: its dollar signs are not make's
 export PROJECT PLATFORM SOURCE REPOSITORY FORCE VERBATIM JSON PATCH CMD CONTINUE ABORT
 
 .PHONY: help wheel fetch tree status check export edit verify-wheel install bump test clean

@@ -14,6 +14,7 @@ from unidiff.patch import PatchedFile, PatchSet
 
 from scripts.errors import SeriesError
 from scripts.repository import Author, Repository
+from scripts.sources import is_native
 
 #: Yocto's words for what upstream knows of a patch.
 UPSTREAM_STATUS = ("Pending", "Submitted", "Denied", "Inappropriate", "Backport", "Inactive-Upstream")
@@ -22,9 +23,6 @@ FILENAME_TRAILER = "Patch-Filename"
 
 _REQUIRED = ("Upstream-Status", "Remove-When", "Scope")
 _SCOPES = ("python", "native")
-_NATIVE_SUFFIXES = (".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".pyx", ".rs", ".so")
-# Outside the package a wheel has nothing, but upstream's tests may be patched along with the code.
-_NOT_BUILT = ("tests/", "docs/", "examples/", "benchmarks/")
 
 
 @dataclass(frozen=True)
@@ -61,12 +59,7 @@ class Patch:
 
     def native(self, package: str) -> list[str]:
         """The files touched that only a compiler can turn into a wheel."""
-        paths = (file.path for file in self.files)
-        return [
-            path
-            for path in paths
-            if path.endswith(_NATIVE_SUFFIXES) or not path.startswith((f"{package}/", *_NOT_BUILT))
-        ]
+        return [file.path for file in self.files if is_native(file.path, package)]
 
 
 def load(repository: Repository, path: Path) -> Patch:

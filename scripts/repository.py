@@ -52,8 +52,8 @@ _OPTIONS = (
     *("-c", "diff.renames=false"),
     *("-c", "gc.auto=0"),
 )
-# Upstream's own attributes convert line ends or choose the diff of a language; these, which no file of a tree can
-# override, keep every work tree to upstream's bytes and every patch to git's plain diff.
+# Upstream's own attributes, or a user's core.autocrlf, convert line ends or choose the diff of a language; these, which
+# neither can override, keep a work tree to upstream's bytes and a patch to git's plain diff, in the user's git as well.
 _ATTRIBUTES = "* -text -ident !filter !working-tree-encoding !diff !merge\n"
 
 
@@ -122,9 +122,7 @@ class Repository:
         if objects:
             repository._write_info(git_dir / "objects" / "info" / "alternates", f"{objects.absolute()}\n")
         if work_tree:
-            # For the user's git as well: files are upstream's bytes, and what is upstream's to ignore is not ours.
             repository._write_info(git_dir / "info" / "attributes", _ATTRIBUTES)
-            repository.run("config", "core.autocrlf", "false")
         return repository
 
     @staticmethod

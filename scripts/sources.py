@@ -16,6 +16,16 @@ from packaging.version import Version
 from scripts.errors import WheelError
 from scripts.pins import Pins, Project
 
+#: Parts of upstream's tree that no wheel contains; a patch may change them along with the code.
+NOT_PACKAGED = ("benchmarks/", "docs/", "examples/", "tests/")
+
+_NATIVE_SUFFIXES = (".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".pyx", ".rs", ".so")
+
+
+def is_native(path: str, package: str) -> bool:
+    """Whether only upstream's build, with its compilers, could bring a change of this file into a wheel."""
+    return path.endswith(_NATIVE_SUFFIXES) or not path.startswith((f"{package}/", *NOT_PACKAGED))
+
 
 @dataclass(frozen=True)
 class SourceFile:

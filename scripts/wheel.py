@@ -9,7 +9,7 @@ from __future__ import annotations
 import stat
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from packaging.utils import parse_wheel_filename
 
@@ -17,14 +17,8 @@ from scripts import metadata, provenance, sbom
 from scripts.archive import Archive, Writer
 from scripts.errors import WheelError
 from scripts.pins import Pins, Project
-from scripts.sources import Build, Sources, blob_id
+from scripts.sources import NOT_PACKAGED, Build, Sources, blob_id, is_native
 from scripts.storage import replace, scratch, writable
-
-#: Parts of upstream's tree that no wheel contains; a patch may change them and the wheel does not mind.
-NOT_PACKAGED = ("benchmarks/", "docs/", "examples/", "tests/")
-
-#: Sources of compiled code; in a wheel of compiled code, a change to one would have no effect.
-NATIVE_SUFFIXES = frozenset({".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".rs"})
 
 _LISTED = 20
 
@@ -77,9 +71,10 @@ def packaged_changes(build: Build, upstream_members: Set[str]) -> frozenset[str]
     packaged = set()
     for name in sorted(sources.changed.keys() | sources.deleted):
         in_tree, in_wheel = name in sources.upstream, name in upstream_members
-        if not name.startswith(package):
-            if not name.startswith(NOT_PACKAGED):
-                problems.append(f"{name}: is outside {package}, so a wheel does not contain it")
+        if name.startswith(NOT_PACKAGED):
+            continue
+        if is_native(name, build.project.package):
+            problems.append(f"{name}: belongs to the compiled code, which comes from upstream's wheel as it is")
             continue
         packaged.add(name)
         if name in generated:
@@ -90,13 +85,11 @@ def packaged_changes(build: Build, upstream_members: Set[str]) -> frozenset[str]
             problems.append(f"{name}: is in upstream's wheel only, so no patch can change it")
         elif in_tree and not in_wheel:
             problems.append(f"{name}: is not in upstream's wheel")
-        elif in_tree and PurePosixPath(name).suffix in NATIVE_SUFFIXES:
-            problems.append(f"{name}: is source of compiled code, which comes from upstream's wheel as it is")
     if problems:
         raise WheelError(
             f"{build.project.name}: changes that a wheel with upstream's binaries cannot carry:\n  "
             + "\n  ".join(problems),
-            cure="move the change into Python code of the package, or build from source (docs/build.md)",
+            cure="move the change into Python code of the package",
         )
     return frozenset(packaged)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-VOCAB_SIZE = 512
+VOCAB_SIZE = 256
 INDEX_TOPK = 2048
 
 # Attention dimensions, top-k and norms are GLM-5's; depth, width and experts are

@@ -31,10 +31,12 @@ def run(build: Build, path: Path) -> None:
     verify.verify(build.pins, build.project, build.platform, path, build.sources, build.upstream_wheel)
 
 
+@pytest.mark.slow
 def test_a_right_wheel_passes_everything(finished: Path, build: Build) -> None:
     run(build, finished)
 
 
+@pytest.mark.slow
 def test_the_plugins_wheel_passes(tmp_path: Path) -> None:
     pins = small_pins()
     project = pins.project("vllm-gguf-plugin")
@@ -244,6 +246,7 @@ def test_finds_that_it_is_no_zip_or_has_another_name(finished: Path, build: Buil
     assert "not readable as a zip file" in verify.content_problems(build, finished)[0]
 
 
+@pytest.mark.slow
 def test_all_findings_are_in_the_error(finished: Path, build: Build) -> None:
     rewritten(finished, {"vllm/__init__.py": b"", "vllm/envs.py": b"", BILL: None})
     with pytest.raises(VerifyError) as raised:
@@ -256,6 +259,7 @@ def test_all_findings_are_in_the_error(finished: Path, build: Build) -> None:
 # Linters
 
 
+@pytest.mark.slow
 def test_linters_report_what_upstream_does_not_have(finished: Path, build: Build) -> None:
     document = json.loads(read(finished, BILL))
     document["metadata"]["component"]["type"] = "engine"
@@ -275,6 +279,7 @@ def test_linters_report_what_upstream_does_not_have(finished: Path, build: Build
     assert any(problem.startswith("check-wheel-contents: W001: ") for problem in problems)
 
 
+@pytest.mark.slow
 def test_linters_leave_out_what_upstream_has_too(finished: Path, build: Build) -> None:
     stray = {"vllm/__pycache__/envs.cpython-311.pyc": b""}
     rewritten(build.upstream_wheel, stray)
