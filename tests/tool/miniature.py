@@ -98,6 +98,8 @@ HOSTILE_CONFIG = """\
     commitEncoding = latin1
 [am]
     threeWay = true
+[trailer]
+    separators = =
 [rerere]
     enabled = true
 """

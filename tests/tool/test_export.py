@@ -131,6 +131,7 @@ def test_reordered_commits(built: Checkout) -> None:
     assert_settled(built)
 
 
+@pytest.mark.slow
 def test_removed_commit(built: Checkout) -> None:
     git(built.tree, "checkout", "--quiet", "--detach", "main~2")
     git(built.tree, "cherry-pick", "main")

@@ -74,12 +74,14 @@ def test_text_that_an_export_would_not_write(checkout: Checkout) -> None:
     assert problems(checkout) == f"patches/vllm/{START}: is not what `make export VERBATIM=1` writes"
 
 
+@pytest.mark.slow
 def test_patch_that_does_not_apply(checkout: Checkout) -> None:
     change(checkout, lambda text: text.replace(b"-    result = value", b"-    result = other"))
     found = problems(checkout)
     assert f"patches/vllm/{START}: conflict(vllm/engine.py)\nvllm/engine.py, hunk 1 of 1" in found
 
 
+@pytest.mark.slow
 def test_all_problems_at_once(checkout: Checkout) -> None:
     change(checkout, lambda text: text.replace(b"-    result = value", b"-    result = other"))
     change(checkout, lambda text: text.replace(b"Scope: python\n", b""), CONFIG)

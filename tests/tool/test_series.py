@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import series
+from scripts import patch, series
 from scripts.errors import ApplyError, SeriesError
 from scripts.series import Applied
 from tests.tool.miniature import SERIES, Checkout
@@ -138,8 +138,12 @@ DIFF = re.compile(rb"\ndiff --git .*", re.DOTALL)
     ],
 )
 def test_bad_patch_file(checkout: Checkout, change: Callable[[bytes], bytes], problem: str) -> None:
-    edit(checkout.patches / START, change)
-    assert refused(checkout).startswith(f"patches/vllm/{START}: {problem}")
+    path = checkout.patches / START
+    edit(path, change)
+    with pytest.raises(SeriesError) as error:
+        patch.load(checkout.upstream().repository, path)
+    assert str(error.value).startswith(f"{path}: {problem}")
+    assert error.value.cure
 
 
 def test_patch_that_is_a_folder(checkout: Checkout) -> None:
@@ -170,6 +174,7 @@ def test_overlay_file_over_one_of_upstream(checkout: Checkout, path: str) -> Non
     )
 
 
+@pytest.mark.slow
 def test_overlay_file_in_the_place_of_a_folder(checkout: Checkout) -> None:
     files = {"vllm/deep/er/module.py": "", "vllm/__init__.py": ""}
     checkout.release(files)
@@ -191,6 +196,7 @@ def test_link_in_the_overlay(checkout: Checkout) -> None:
     assert refused(checkout) == "overlay/vllm/ours/link.py: the overlay takes plain files only"
 
 
+@pytest.mark.slow
 def test_compiled_python_is_passed_over(checkout: Checkout) -> None:
     cache = checkout.root / "overlay" / "vllm" / "ours" / "__pycache__"
     cache.mkdir()

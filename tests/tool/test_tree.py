@@ -85,6 +85,7 @@ def test_nothing_is_made_twice(built: Checkout) -> None:
     assert sorted(path.name for path in built.layout.build.iterdir()) == ["vllm"]
 
 
+@pytest.mark.slow
 def test_changed_series_makes_a_new_tree(built: Checkout) -> None:
     (built.root / "overlay" / "vllm" / "ours" / "run.sh").write_text("#!/bin/sh\n")
     (built.root / "overlay" / "vllm" / "ours" / "run.sh").chmod(0o755)
@@ -154,12 +155,10 @@ def foreign_repository(folder: Path) -> None:
     git(folder, "init", "--quiet")
 
 
-WORK = (staged, untracked, ignored, on_another_branch, stashed, foreign_repository)
+WORK = (committed, foreign, staged, untracked, ignored, on_another_branch, stashed, foreign_repository)
 
 
-@pytest.mark.parametrize(
-    "work", [dirty, committed, foreign, *(pytest.param(do, marks=pytest.mark.slow) for do in WORK)]
-)
+@pytest.mark.parametrize("work", [dirty, *(pytest.param(do, marks=pytest.mark.slow) for do in WORK)])
 def test_work_is_not_discarded(built: Checkout, work: Callable[[Path], None]) -> None:
     work(built.tree)
     before = read_files(built.tree)
