@@ -8,6 +8,7 @@ export PROJECT PLATFORM SOURCE REPOSITORY FORCE VERBATIM JSON PATCH CMD CONTINUE
 
 .PHONY: help wheel fetch tree status check export edit verify-wheel install bump test clean
 .DEFAULT_GOAL := help
+.NOTPARALLEL:
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -19,7 +20,7 @@ verify-wheel: $(VENV)/.tests ## check the finished wheels (PLATFORM=)
 	@$(TOOL) verify-wheel
 
 test: check wheel verify-wheel install ## everything: checks, tools, kernels, selection, wheels, install
-	@$(VENV)/bin/python -m pytest
+	@$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.tests ## lint series, headers, overlay and code; fast tests
 	@$(TOOL) check

@@ -30,7 +30,8 @@ class Edit:
     """An edit under way.
 
     `commit` is the patch's commit before the edit, `done` the last commit of the new series (empty until the
-    edit is folded in) and `rest` the old commits still to be re-applied, the next one first.
+    edit is folded in), `rest` the old commits still to be re-applied, the next one first, and `patches` the patch
+    files that all this began with, by sha256.
     """
 
     patch: str
@@ -39,6 +40,7 @@ class Edit:
     commit: str
     done: str
     rest: tuple[str, ...]
+    patches: dict[str, str]
 
 
 def start(layout: Layout, project: Project, upstream: Upstream, name: str, command: str) -> Exported:
@@ -66,7 +68,7 @@ def start(layout: Layout, project: Project, upstream: Upstream, name: str, comma
         repository.run("update-ref", "--no-deref", "HEAD", commits[position])
         repository.run("checkout", "--quiet", "--detach", "--force", commits[position])
         rest = tuple(commits[position + 1 :])
-        _save(made, Edit(name, upstream.commit, applied.overlay, commits[position], "", rest))
+        _save(made, Edit(name, upstream.commit, applied.overlay, commits[position], "", rest, applied.hashes))
         storage.replace(made, folder)
     _run(folder, name, command)
     return proceed(layout, project, upstream)
@@ -91,7 +93,7 @@ def proceed(layout: Layout, project: Project, upstream: Upstream) -> Exported:
         edit = _pick(folder, repository, edit)
         export.as_patch(layout, project, repository, edit.done)
         _save(folder, edit)
-    exported = export.export_commits(layout, project, repository, edit.upstream, edit.overlay, edit.done)
+    exported = export.export_commits(layout, project, repository, edit.upstream, edit.overlay, edit.done, edit.patches)
     applied = series.apply(layout, project, repository, edit.upstream)
     applied.refuse_bad()
     export.adopt(layout, folder, repository, applied, edit.done)

@@ -5,7 +5,9 @@ A patch file is left alone where its old text makes the same commit: no churn fr
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +62,7 @@ def export_tree(
     tip = repository.ref("HEAD")
     assert tip is not None
     exported = export_commits(
-        layout, project, repository, made.upstream, made.overlay, tip, force=force, verbatim=verbatim
+        layout, project, repository, made.upstream, made.overlay, tip, made.patches, force=force, verbatim=verbatim
     )
     applied = series.apply(layout, project, repository, upstream.commit)
     applied.refuse_bad()
@@ -96,11 +98,20 @@ def export_commits(
     upstream: str,
     overlay_commit: str,
     tip: str,
+    patches: Mapping[str, str],
     *,
     force: bool = False,
     verbatim: bool = False,
 ) -> Exported:
-    """Write the commits after `overlay_commit` up to `tip` as patch files and list them in the series."""
+    """Write the commits after `overlay_commit` up to `tip` as patch files and list them in the series.
+
+    `patches` are the patch files that the commits were made from, by sha256.
+
+    Raises:
+        UnsavedWorkError: a patch would vanish, or a patch file was edited meanwhile, and not `force`.
+        EditError: the history is not overlay and a plain line of commits.
+        SeriesError: a commit cannot be a patch of this series.
+    """
     commits = repository.commits(upstream, tip)
     if not commits or commits[0] != overlay_commit:
         raise EditError(
@@ -130,6 +141,12 @@ def export_commits(
         if not old or old.text != new.text:
             texts[new.path] = new.text
     series.refuse_repeats(kept)
+    edited = [path.name for path in texts if path.exists() and patches.get(path.name) != _sha256(path)]
+    if edited and not force:
+        raise UnsavedWorkError(
+            f"{folder}: edited since the commits were made from them: {', '.join(edited)}",
+            cure="put those changes into the commits; FORCE=1 overwrites the files",
+        )
     # Only now, when all is well; and in this order, so that a run that was killed between can be run again.
     for path, text in texts.items():
         write(path, text)
@@ -137,6 +154,10 @@ def export_commits(
         (folder / name).unlink(missing_ok=True)
     _write_series(folder / "series", names)
     return Exported(tuple(names), tuple(path.name for path in texts), removed)
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _name(repository: Repository, commit: str) -> str:

@@ -16,7 +16,7 @@ _CODE_CHECKS = {
     "ruff check": ("ruff", "check", "--quiet", "."),
     "ruff format": ("ruff", "format", "--quiet", "--check", "."),
     "mypy": ("mypy",),
-    "fast tests": ("pytest", "-q", "-m", "not slow and not gpu", "tests/tool", "tests/wheel"),
+    "fast tests": ("pytest", "-q", "-n", "2", "-m", "not slow and not gpu", "tests/tool", "tests/wheel"),
 }
 
 
@@ -28,7 +28,7 @@ def check(layout: Layout, pins: Pins, *, code: bool = True) -> None:
         SourceError: an upstream file is neither cached nor to be had; says which.
     """
     _fetch_all(layout, pins)
-    problems: list[str] = []
+    problems = _report("folders", _stray_folders(layout, pins))
     for project in pins.projects.values():
         problems += _report(f"series of {project.name}", _series_problems(layout, project))
     if code:
@@ -57,6 +57,18 @@ def _fetch_all(layout: Layout, pins: Pins) -> None:
             missing.append(str(error))
     if missing:
         raise SourceError("\n".join(missing), cure="`make fetch` with a network fills the cache")
+
+
+def _stray_folders(layout: Layout, pins: Pins) -> list[str]:
+    """Folders beside those of the projects, which nothing would ever read."""
+    known = {path for one in pins.projects.values() for path in (layout.patches(one.name), layout.overlay(one.package))}
+    parents = {path.parent for path in known}
+    return [
+        f"{path}: belongs to no project of {layout.pins.name}"
+        for parent in sorted(parents)
+        for path in sorted(parent.glob("*/"))
+        if path not in known and not path.name.startswith(".")
+    ]
 
 
 def _series_problems(layout: Layout, project: Project) -> list[str]:

@@ -40,6 +40,11 @@ class Applied:
     steps: tuple[Step, ...]
     tip: str
 
+    @property
+    def hashes(self) -> dict[str, str]:
+        """The patch files that were applied, by sha256."""
+        return {step.patch.name: step.patch.sha256 for step in self.steps}
+
     def refuse_bad(self) -> None:
         """Stop here unless every patch applied exactly or at an offset.
 

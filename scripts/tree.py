@@ -24,12 +24,13 @@ _STATE = "vllm-sm120.json"
 
 @dataclass(frozen=True)
 class State:
-    """What the tool put into a tree: commit ids, and the id of the tree they end in."""
+    """What the tool put into a tree: commit ids, the id of the tree they end in, and the patch files by sha256."""
 
     upstream: str
     overlay: str
     tip: str
     tree: str
+    patches: dict[str, str]
 
 
 def open_tree(folder: Path) -> Repository:
@@ -102,7 +103,7 @@ def build(layout: Layout, project: Project, upstream: Upstream, *, force: bool =
 
 def record(folder: Path, repository: Repository, applied: Applied) -> None:
     """Write down what the tree at `folder` holds."""
-    content = State(applied.upstream, applied.overlay, applied.tip, repository.tree(applied.tip))
+    content = State(applied.upstream, applied.overlay, applied.tip, repository.tree(applied.tip), applied.hashes)
     write(folder / ".git" / _STATE, json.dumps(asdict(content), indent=1).encode() + b"\n")
 
 

@@ -280,6 +280,18 @@ def test_no_tree(checkout: Checkout) -> None:
         run(checkout)
 
 
+@pytest.mark.slow
+def test_patch_file_edited_by_hand_meanwhile(built: Checkout) -> None:
+    """What was typed into a file after the commits were made from it is not overwritten unasked."""
+    text = (built.patches / START).read_bytes().replace(b"result = 1", b"result = 11")
+    (built.patches / START).write_bytes(text)
+    with pytest.raises(UnsavedWorkError, match=rf"edited since the commits were made from them: {START}"):
+        run(built)
+    assert (built.patches / START).read_bytes() == text
+    assert run(built, force=True).written == (START,)
+    assert_settled(built)
+
+
 # -- killed runs -------------------------------------------------------------------------------------
 
 

@@ -114,6 +114,12 @@ def test_overlay_over_upstream(checkout: Checkout, path: str, problem: str) -> N
     assert re.search(problem, problems(checkout))
 
 
+@pytest.mark.parametrize("folder", ["patches/vlm", "overlay/vllm-gguf-plugin"])
+def test_folder_of_no_project(checkout: Checkout, folder: str) -> None:
+    (checkout.root / folder).mkdir(parents=True)
+    assert f"{folder}: belongs to no project of upstream.toml" in problems(checkout)
+
+
 @pytest.mark.slow
 def test_cold_cache_without_an_index_says_all_that_is_missing(cold: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIP_FIND_LINKS")
