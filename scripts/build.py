@@ -11,7 +11,7 @@ from scripts.console import console
 from scripts.errors import PinError
 from scripts.layout import Layout
 from scripts.pins import PLATFORMS, Pins, Project
-from scripts.repository import Repository
+from scripts.repository import REMOVED, Repository
 from scripts.series import Applied
 from scripts.sources import PatchInfo, SourceFile, Sources
 from scripts.upstream import Upstream
@@ -43,15 +43,18 @@ def target_folder(layout: Layout, platform: str) -> Path:
 
 
 def get_upstream(layout: Layout, project: Project, source: str, repository: str = "") -> Upstream:
-    """Upstream's tree from the source distribution or, where asked for, from a clone."""
+    """Upstream's tree from the source distribution or, where asked for, from a clone.
+
+    `repository` is the address to clone from in place of the pinned one; {project} in it stands for the name.
+    """
     if source == "git":
-        return upstream.from_git(layout, project, repository)
+        return upstream.from_git(layout, project, repository.replace("{project}", project.name))
     if source == "sdist":
         return upstream.from_sdist(layout, project)
     raise PinError(f"unknown source {source!r}", cure="SOURCE is one of: sdist, git")
 
 
-def build(layout: Layout, pins: Pins, platform: str, source: str = "sdist") -> Built:
+def build(layout: Layout, pins: Pins, platform: str, source: str = "sdist", repository: str = "") -> Built:
     """Assemble every project's wheel, compare them with the recorded releases and put them into dist/.
 
     The wheels come from the files in patches/ and overlay/; what was only changed in build/ is not in them.
@@ -67,7 +70,7 @@ def build(layout: Layout, pins: Pins, platform: str, source: str = "sdist") -> B
         for project in pins.projects.values():
             if lost := tree.unsaved(layout.tree(project.name)):
                 console.print(f"note: {layout.tree(project.name)} {lost}; the wheel is made from patches/ and overlay/")
-            result, sources = prepare(layout, project, source)
+            result, sources = prepare(layout, project, source, repository)
             base = fetch.wheel(layout, project, platform)
             done.append(wheel.assemble(pins, project, platform, base, sources, temporary))
             applied.append(result)
@@ -83,17 +86,17 @@ def build(layout: Layout, pins: Pins, platform: str, source: str = "sdist") -> B
     return Built(tuple(folder / one.path.name for one in done), tuple(applied))
 
 
-def prepare(layout: Layout, project: Project, source: str = "sdist") -> tuple[Applied, Sources]:
+def prepare(layout: Layout, project: Project, source: str = "sdist", repository: str = "") -> tuple[Applied, Sources]:
     """Apply the series and take what the wheel needs out of git.
 
     Raises:
         ApplyError, SeriesError: the series cannot be built.
     """
-    origin = get_upstream(layout, project, source)
-    with series.workshop(layout, origin) as repository:
-        applied = series.apply(layout, project, repository, origin.commit)
+    origin = get_upstream(layout, project, source, repository)
+    with series.workshop(layout, origin) as workshop:
+        applied = series.apply(layout, project, workshop, origin.commit)
         applied.refuse_bad()
-        return applied, _sources(layout, repository, applied)
+        return applied, _sources(layout, workshop, applied)
 
 
 def _sources(layout: Layout, repository: Repository, applied: Applied) -> Sources:
@@ -122,8 +125,17 @@ def _sources(layout: Layout, repository: Repository, applied: Applied) -> Source
             )
             for step in applied.steps
         ),
-        tree=repository.tree(applied.tip),
+        tree=_package_tree(repository, applied),
     )
+
+
+def _package_tree(repository: Repository, applied: Applied) -> str:
+    """The tree id of the package folder without what a release generates: the same for a sdist and a clone."""
+    package = applied.project.package
+    index = repository.git_dir / "package-index"
+    repository.read_tree(index, applied.tip)
+    repository.update_index(index, {f"{package}/{upstream.GENERATED}": REMOVED})
+    return repository.line("write-tree", f"--prefix={package}/", index=index)
 
 
 def pip_commands(pins: Pins, wheels: tuple[Path, ...]) -> list[str]:

@@ -24,7 +24,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pret
 ProjectOption = Annotated[str, typer.Option("--project", envvar="PROJECT", help="Project of upstream.toml.")]
 PlatformOption = Annotated[str, typer.Option("--platform", envvar="PLATFORM", help="x86_64 or aarch64.")]
 SourceOption = Annotated[str, typer.Option("--source", envvar="SOURCE", help="sdist or git.")]
-RepositoryOption = Annotated[str, typer.Option("--repository", envvar="REPOSITORY", help="Clone from here.")]
+RepositoryOption = Annotated[str, typer.Option("--repository", envvar="REPOSITORY", help="Address to clone.")]
 ForceOption = Annotated[bool, typer.Option("--force", envvar="FORCE", help="Discard work that exists nowhere else.")]
 
 _layout = Layout(Path(__file__).resolve().parents[1], default_cache())
@@ -173,13 +173,13 @@ def _report_export(project: Project, written: tuple[str, ...], removed: tuple[st
 
 
 @app.command()
-def wheel(platform: PlatformOption = "", source: SourceOption = "sdist") -> None:
+def wheel(platform: PlatformOption = "", source: SourceOption = "sdist", repository: RepositoryOption = "") -> None:
     """Build the wheels of both projects into dist/."""
     from scripts import build
 
     pins = _load()
     with locked(_layout.build / ".lock"):
-        built = build.build(_layout, pins, platform or build.host_platform(), source)
+        built = build.build(_layout, pins, platform or build.host_platform(), source, repository)
     for applied in built.applied:
         for step in applied.steps:
             console.print(f"{applied.project.name}: {step.patch.name}: {step.verdict}")

@@ -21,8 +21,11 @@ PLATFORMS = ("x86_64", "aarch64")
 #: vLLM picks its platform, and some defaults, by looking for these in its own version string.
 FORBIDDEN_IN_LABEL = ("cpu", "rocm", "tpu", "xpu", "dev")
 
+#: The shortest commit id that may be pinned: as much of it as a release states in its `_version.py`.
+COMMIT_DIGITS = 9
+
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_COMMIT = re.compile(r"[0-9a-f]{7,40}")
+_COMMIT = re.compile(rf"[0-9a-f]{{{COMMIT_DIGITS},40}}")
 _LABEL = re.compile(r"[a-z][a-z0-9]*")
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _CURE = "see the comments in upstream.toml and docs/build.md"
@@ -32,7 +35,7 @@ _CURE = "see the comments in upstream.toml and docs/build.md"
 class Project:
     """One pinned upstream project.
 
-    Hashes are lowercase sha256. `commit` is a full id or a prefix of at least 7 digits, and empty
+    Hashes are lowercase sha256. `commit` is a full id or a prefix of at least COMMIT_DIGITS digits, and empty
     where the release does not state it.
     """
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from unidiff.patch import PatchSet
 
-from scripts.pins import Project
+from scripts.pins import COMMIT_DIGITS, Project
 from scripts.sources import Build, PatchInfo
 
 #: Raised when a reader of an older provenance.json would misread a newer one.
@@ -37,7 +37,8 @@ def document(build: Build) -> dict[str, Any]:
             "version": project.version,
             "repository": project.repository,
             "tag": project.tag,
-            "commit": project.commit,
+            # As many digits as any pin has: a clone makes it the full id, and the wheel stays the same.
+            "commit": project.commit[:COMMIT_DIGITS],
             "sdist": {"sha256": project.sdist},
             "wheel": {"file": build.upstream_wheel.name, "sha256": project.wheels[build.platform]},
         },

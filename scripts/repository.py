@@ -77,6 +77,10 @@ class Entry:
     blob: str
 
 
+#: What `update_index` takes a file out of an index with.
+REMOVED = Entry("0", 40 * "0")
+
+
 @dataclass(frozen=True)
 class Change:
     """A file that differs between two trees; `entry` is the new side and None where the file is gone."""

@@ -59,7 +59,7 @@ class Sources:
         deleted: upstream files that the finished tree has no more.
         overlay: those of `changed` that come from the overlay; the rest come from patches.
         patches: the series, in order.
-        tree: the git tree id of the finished tree.
+        tree: the git tree id of the finished package folder, without the generated `_version.py`.
     """
 
     upstream: Mapping[str, str]

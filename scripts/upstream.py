@@ -45,19 +45,15 @@ def from_sdist(layout: Layout, project: Project) -> Upstream:
 def from_git(layout: Layout, project: Project, url: str = "") -> Upstream:
     """Upstream as a clone of the pinned tag has it, checked against the pinned commit.
 
-    Where the source distribution is in the cache as well, every file below the package but the generated
-    `_version.py` must be the same, byte for byte.
+    Where the source distribution is in the cache as well, or no commit is pinned, every file below the package
+    but the generated `_version.py` must be the same in both, byte for byte.
 
     Raises:
-        SourceError: the tag cannot be cloned, or no commit is pinned to check it against.
+        SourceError: the tag cannot be cloned, or there is neither a pinned commit nor a source distribution to
+            check it against.
         HashError: the tag names another commit, or the clone differs from the source distribution.
     """
     url = url or project.repository
-    if not project.commit:
-        raise SourceError(
-            f"{project.name}: upstream.toml pins no commit, so a clone cannot be checked",
-            cure="pin the commit, or use SOURCE=sdist",
-        )
     repository = _repository(layout, project)
     clone = f"refs/clones/{project.tag}"
     with locked(repository.git_dir.with_suffix(".lock")), writable(repository.git_dir):
@@ -79,10 +75,12 @@ def from_git(layout: Layout, project: Project, url: str = "") -> Upstream:
             f"{url}: tag {project.tag} is commit {source}, pinned is {project.commit}",
             cure="the tag was moved or this is another repository: do not build from it",
         )
-    if source != project.commit:
+    _compare_with_sdist(layout, repository, project, source)
+    if not project.commit:
+        console.print(f"{project.name}: {project.tag} is commit {source}; the source distribution vouches for it")
+    elif source != project.commit:
         pins.record_commit(layout.pins, project, source)
         console.print(f"{layout.pins.name}: {project.name}.commit is now the full {source}")
-    _compare_with_sdist(layout, repository, project, source)
     date = repository.line("show", "--no-patch", "--format=%ct +0000", source)
     message = f"upstream {project.name} {project.version}\n\ncommit {source}\n"
     tree = repository.tree(source)
@@ -91,7 +89,7 @@ def from_git(layout: Layout, project: Project, url: str = "") -> Upstream:
 
 def _compare_with_sdist(layout: Layout, repository: Repository, project: Project, source: str) -> None:
     released = repository.ref(f"refs/upstream/{project.sdist}")
-    if released is None and fetch.cached(layout, project.sdist):
+    if released is None and (not project.commit or fetch.cached(layout, project.sdist)):
         released = from_sdist(layout, project).commit
     if released is None:
         console.print("the source distribution is not in the cache: the clone is checked by its commit alone")

@@ -19,7 +19,7 @@ from scripts.errors import HashError, PinError, SourceError
 from scripts.pins import Project
 from scripts.repository import Author, Repository
 from scripts.upstream import Upstream
-from tests.tool.miniature import EXECUTABLE, MTIME, UPSTREAM, Checkout, git, sha256, write_files
+from tests.tool.miniature import EXECUTABLE, MTIME, PLUGIN, UPSTREAM, Checkout, git, sha256, write_files
 
 Files = dict[str, tuple[str, bytes]]
 
@@ -137,17 +137,18 @@ def test_not_an_archive(checkout: Checkout) -> None:
 
 @pytest.fixture
 def clone(checkout: Checkout, tmp_path: Path) -> Path:
-    """Upstream's repository on this machine, and its commit pinned by a prefix."""
-    work, bare = tmp_path / "work", tmp_path / "upstream.git"
-    files = {path: text for path, text in UPSTREAM.items() if not path.endswith("_version.py")}
-    write_files(work, {**files, "only-in-git.md": "not in the sdist\n"})
-    git(work, "init", "--quiet")
-    git(work, "add", "--all", "--force")
-    git(work, "commit", "--quiet", "--message=release")
-    git(work, "tag", "v0.33.0")
-    git(tmp_path, "clone", "--quiet", "--bare", str(work), str(bare))
-    pin(checkout, git(work, "rev-parse", "HEAD").strip()[:9])
-    return bare
+    """Upstream's repositories on this machine, and the commit of vLLM's pinned by a prefix."""
+    for name, tag, upstream_files in (("vllm", "v0.33.0", UPSTREAM), ("vllm-gguf-plugin", "v0.0.5", PLUGIN)):
+        work, bare = tmp_path / name / "work", tmp_path / name / f"{name}.git"
+        files = {path: text for path, text in upstream_files.items() if not path.endswith("_version.py")}
+        write_files(work, {**files, "only-in-git.md": "not in the sdist\n"})
+        git(work, "init", "--quiet")
+        git(work, "add", "--all", "--force")
+        git(work, "commit", "--quiet", "--message=release")
+        git(work, "tag", tag)
+        git(tmp_path, "clone", "--quiet", "--bare", str(work), str(bare))
+    pin(checkout, git(tmp_path / "vllm" / "work", "rev-parse", "HEAD").strip()[:9])
+    return tmp_path / "vllm" / "vllm.git"
 
 
 def pin(checkout: Checkout, commit: str) -> None:
@@ -184,13 +185,18 @@ def test_clone(checkout: Checkout, clone: Path) -> None:
 
 @pytest.mark.slow
 def test_tree_and_wheel_from_a_clone(checkout: Checkout, clone: Path) -> None:
-    from_sdist = checkout.run("wheel", "--platform=x86_64")
-    wheels = [sha256(path) for path in sorted(checkout.layout.dist.rglob("*.whl"))]
-    options = ("--project=vllm", "--source=git", f"--repository={clone}")
+    """The wheels are the same to the byte, though the clone lacks a file of the sdist and has one more."""
+    assert checkout.run("wheel", "--platform=x86_64").code == 0
+    wheels = {path.name: sha256(path) for path in checkout.layout.dist.rglob("*.whl")}
+    shutil.rmtree(checkout.layout.dist)
+    options = ("--source=git", f"--repository={clone.parents[1]}/{{project}}/{{project}}.git")
+    outcome = checkout.run("wheel", "--platform=x86_64", *options)
+    assert outcome.code == 0, outcome.err
+    assert "vllm-gguf-plugin: v0.0.5 is commit" in outcome.err
+    assert {path.name: sha256(path) for path in checkout.layout.dist.rglob("*.whl")} == wheels
     assert checkout.run("tree", *options).code == 0
     assert (checkout.tree / "only-in-git.md").exists()
     assert (checkout.tree / "vllm" / "config.py").read_bytes() == b"A = 1\r\nB = 20\r\nB2 = 21\r\nC = 3\r\nD = 4\r\n"
-    assert from_sdist.code == 0
     assert len(wheels) == 2
 
 
@@ -222,9 +228,16 @@ def test_clone_is_compared_with_a_sdist_that_is_only_downloaded(checkout: Checko
         from_git(checkout, clone)
 
 
-def test_no_commit_pinned(checkout: Checkout) -> None:
-    with pytest.raises(SourceError, match="pins no commit"):
-        from_git(checkout, checkout.root)
+def test_without_a_pinned_commit_the_sdist_must_vouch(checkout: Checkout, clone: Path) -> None:
+    path = checkout.layout.pins
+    path.write_text(path.read_text().replace(f'commit = "{checkout.project.commit}"\n', ""))
+    shutil.rmtree(checkout.cache)
+    assert from_git(checkout, clone).commit
+    assert checkout.project.commit == ""
+    move_tag(clone, {"vllm/engine.py": "evil\n"})
+    shutil.rmtree(checkout.cache / "git")
+    with pytest.raises(HashError, match="differ from the source distribution"):
+        from_git(checkout, clone)
 
 
 def test_no_such_repository(checkout: Checkout, clone: Path) -> None:
