@@ -50,10 +50,7 @@ clean: $(VENV)/.tool ## remove build/ and dist/ (FORCE=1 if they hold work of yo
 	@$(TOOL) clean
 
 $(VENV)/.tool: scripts/requirements.txt
-	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
-	@touch $@
+	@$(PYTHON) -I scripts/bootstrap.py $(VENV) $< $@
 
 $(VENV)/.tests: tests/requirements.txt $(VENV)/.tool
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
-	@touch $@
+	@$(PYTHON) -I scripts/bootstrap.py $(VENV) $< $@
