@@ -132,10 +132,10 @@ def _sources(layout: Layout, repository: Repository, applied: Applied) -> Source
 def _package_tree(repository: Repository, applied: Applied) -> str:
     """The tree id of the package folder without what a release generates: the same for a sdist and a clone."""
     package = applied.project.package
-    index = repository.git_dir / "package-index"
-    repository.read_tree(index, applied.tip)
-    repository.update_index(index, {f"{package}/{upstream.GENERATED}": REMOVED})
-    return repository.line("write-tree", f"--prefix={package}/", index=index)
+    with repository.private_index() as index:
+        repository.read_tree(index, applied.tip)
+        repository.update_index(index, {f"{package}/{upstream.GENERATED}": REMOVED})
+        return repository.line("write-tree", f"--prefix={package}/", index=index)
 
 
 def pip_commands(pins: Pins, wheels: tuple[Path, ...]) -> list[str]:

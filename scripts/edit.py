@@ -31,7 +31,7 @@ class Edit:
 
     `commit` is the patch's commit before the edit, `done` the last commit of the new series (empty until the
     edit is folded in), `rest` the old commits still to be re-applied, the next one first, and `patches` the patch
-    files that all this began with, by sha256.
+    files that all this began with, by sha256. `picking` says that re-applying the next one has begun.
     """
 
     patch: str
@@ -41,6 +41,7 @@ class Edit:
     done: str
     rest: tuple[str, ...]
     patches: dict[str, str]
+    picking: bool = False
 
 
 def start(layout: Layout, project: Project, upstream: Upstream, name: str, command: str) -> Exported:
@@ -84,6 +85,7 @@ def proceed(layout: Layout, project: Project, upstream: Upstream) -> Exported:
     folder = layout.edit(project.name)
     edit = _load(folder)
     repository = tree.open_tree(folder)
+    repository.remove_locks("HEAD", "index")
     if not edit.done:
         edit = replace(edit, done=_fold(repository, edit))
         export.as_patch(layout, project, repository, edit.done)  # refused while it can still be changed
@@ -93,6 +95,11 @@ def proceed(layout: Layout, project: Project, upstream: Upstream) -> Exported:
         edit = _pick(folder, repository, edit)
         export.as_patch(layout, project, repository, edit.done)
         _save(folder, edit)
+    if changed := tree.uncommitted(repository):
+        raise EditError(
+            f"{folder}: changes that are in no patch: {', '.join(changed[:5])}",
+            cure="move them elsewhere, or take them back with `git checkout`; then CONTINUE=1",
+        )
     exported = export.export_commits(layout, project, repository, edit.upstream, edit.overlay, edit.done, edit.patches)
     applied = series.apply(layout, project, repository, edit.upstream)
     applied.refuse_bad()
@@ -157,12 +164,16 @@ def _pick(folder: Path, repository: Repository, edit: Edit) -> Edit:
         result = repository.attempt("cherry-pick", "--continue", env=editor)
     elif repository.ref("HEAD") == edit.done:
         console.print(f"re-applying {_name(repository, commit)}")
+        if edit.picking:  # and died half-way, or was aborted: there is nothing of the user's in the tree yet
+            repository.run("reset", "--quiet", "--hard", edit.done)
+        _save(folder, replace(edit, picking=True))
         result = repository.attempt("cherry-pick", "--allow-empty", "--keep-redundant-commits", commit, env=editor)
     else:
         result = None  # the user has finished it, or a killed run had
     if result is not None and not result:
         files = repository.run("diff", "--name-only", "--diff-filter=U", "-z").decode().split("\0")[:-1]
         if not files:
+            _save(folder, replace(edit, picking=False))
             raise EditError(
                 f"{_name(repository, commit)} cannot be re-applied after the edit of {edit.patch}: "
                 f"{result.stderr.strip()}",
@@ -181,7 +192,7 @@ def _pick(folder: Path, repository: Repository, edit: Edit) -> Edit:
             f"{_name(repository, commit)} is empty after the edit of {edit.patch}: its change is in that patch now",
             cure="ABORT=1; take it out of the series first",
         )
-    return replace(edit, done=head, rest=edit.rest[1:])
+    return replace(edit, done=head, rest=edit.rest[1:], picking=False)
 
 
 def _name(repository: Repository, commit: str) -> str:

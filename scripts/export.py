@@ -54,8 +54,7 @@ def export_tree(
     for marker in ("rebase-merge", "rebase-apply", "CHERRY_PICK_HEAD", "MERGE_HEAD"):
         if (repository.git_dir / marker).exists():
             raise EditError(f"{folder}: a rebase, pick or merge is under way", cure="finish or abort it first")
-    status = repository.run("status", "--porcelain", "-z", "--untracked-files=all").decode().split("\0")
-    if changed := [record[3:] for record in status if record and "__pycache__" not in record]:
+    if changed := tree.uncommitted(repository):
         raise UnsavedWorkError(
             f"{folder}: changes that are in no commit: {', '.join(changed[:5])}", cure="commit them or take them back"
         )
@@ -84,6 +83,7 @@ def adopt(layout: Layout, folder: Path, repository: Repository, applied: Applied
             f"{folder}: the exported patches do not give the tree they were exported from",
             cure="this is a defect of the tool: please report it; your commits are untouched",
         )
+    repository.remove_locks("HEAD", "index", "refs/heads/main")
     repository.run("update-ref", "refs/heads/main", applied.tip)
     repository.run("symbolic-ref", "HEAD", "refs/heads/main")
     if changed:
@@ -195,16 +195,13 @@ def as_patch(layout: Layout, project: Project, repository: Repository, commit: s
 def _equal(repository: Repository, old: Patch, commit: str) -> bool:
     """Whether the old patch file, applied at this place, makes the same tree, author and message."""
     message = repository.run("show", "--no-patch", "--format=%an%n%ae%n%at%n%B", commit).decode()
-    index = repository.git_dir / "export-index"
-    repository.read_tree(index, f"{commit}^")
-    try:
+    with repository.private_index() as index:
+        repository.read_tree(index, f"{commit}^")
         if not repository.apply(old.diff, index) or repository.write_tree(index) != repository.tree(commit):
             return False
-        redone = repository.commit(repository.tree(commit), repository.parents(commit), old.message, old.author)
-        redone_message = repository.run("show", "--no-patch", "--format=%an%n%ae%n%at%n%B", redone).decode()
-        return message.rstrip() == redone_message.rstrip()
-    finally:
-        index.unlink()
+    redone = repository.commit(repository.tree(commit), repository.parents(commit), old.message, old.author)
+    redone_message = repository.run("show", "--no-patch", "--format=%an%n%ae%n%at%n%B", redone).decode()
+    return message.rstrip() == redone_message.rstrip()
 
 
 def _write_series(path: Path, names: list[str]) -> None:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -316,6 +317,22 @@ class Repository:
             return []
         names = "\n".join(str(path.absolute()) for path in contents).encode()
         return self.run("hash-object", "-w", "--no-filters", "--stdin-paths", stdin=names).decode().split()
+
+    @contextmanager
+    def private_index(self) -> Iterator[Path]:
+        """An index file of our own, which is not there yet; what a killed run left of it goes first."""
+        path = self.git_dir / "private-index"
+        for left in (path, path.with_name(f"{path.name}.lock")):
+            left.unlink(missing_ok=True)
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+    def remove_locks(self, *names: str) -> None:
+        """Remove locks on files of the repository that a killed git left; the caller keeps other runs out."""
+        for name in names:
+            (self.git_dir / f"{name}.lock").unlink(missing_ok=True)
 
     def update_index(self, index: Path, entries: Mapping[str, Entry]) -> None:
         """Put files into an index."""

@@ -171,19 +171,20 @@ def apply(layout: Layout, project: Project, repository: Repository, upstream: st
             raise SeriesError(
                 f"{one.path}: touches overlay files: {', '.join(touched)}", cure="change the overlay file itself"
             )
-    index = repository.git_dir / "series-index"
-    repository.read_tree(index, upstream)
-    blobs = repository.add_blobs(list(ours.values()))
-    entries = {path: Entry(overlay.mode(file), blob) for (path, file), blob in zip(ours.items(), blobs, strict=True)}
-    repository.update_index(index, entries)
-    base = Author(*IDENTITY, repository.line("show", "--no-patch", "--format=@%at +0000", upstream))
-    first = tip = repository.commit(repository.write_tree(index), [upstream], "overlay\n", base)
-    steps = []
-    for one in patches:
-        found = verdict.judge(repository, index, one, project.package)
-        commit = None
-        if found.good or found.kind is Kind.MERGED:
-            tip = commit = repository.commit(repository.write_tree(index), [tip], one.message, one.author)
-        steps.append(Step(one, found, commit))
-    index.unlink()
+    with repository.private_index() as index:
+        repository.read_tree(index, upstream)
+        blobs = repository.add_blobs(list(ours.values()))
+        entries = {
+            path: Entry(overlay.mode(file), blob) for (path, file), blob in zip(ours.items(), blobs, strict=True)
+        }
+        repository.update_index(index, entries)
+        base = Author(*IDENTITY, repository.line("show", "--no-patch", "--format=@%at +0000", upstream))
+        first = tip = repository.commit(repository.write_tree(index), [upstream], "overlay\n", base)
+        steps = []
+        for one in patches:
+            found = verdict.judge(repository, index, one, project.package)
+            commit = None
+            if found.good or found.kind is Kind.MERGED:
+                tip = commit = repository.commit(repository.write_tree(index), [tip], one.message, one.author)
+            steps.append(Step(one, found, commit))
     return Applied(project, upstream, first, tuple(steps), tip)

@@ -57,9 +57,14 @@ def unsaved(folder: Path) -> str:
     tip = repository.ref("HEAD")
     if tip != made.tip or repository.run("rev-list", "--max-count=1", "--all", "--not", made.tip):
         return "has commits that are in no patch file"
-    status = repository.run("status", "--porcelain", "-z", "--ignored=matching", "--untracked-files=all").decode()
-    changed = [record[3:] for record in status.split("\0") if record and "__pycache__" not in record]
+    changed = uncommitted(repository, "--ignored=matching")
     return f"has changes that are in no commit: {', '.join(changed[:5])}" if changed else ""
+
+
+def uncommitted(repository: Repository, *options: str) -> list[str]:
+    """The files of a work tree that differ from its commit, but for what Python compiles."""
+    status = repository.run("status", "--porcelain", "-z", "--untracked-files=all", *options).decode().split("\0")
+    return [record[3:] for record in status if record and "__pycache__" not in record]
 
 
 def refuse_to_lose(folder: Path, force: bool) -> None:

@@ -109,10 +109,10 @@ def _repository(layout: Layout, project: Project) -> Repository:
 
 def _init(repository: Repository) -> None:
     """Make the repository, or take it as a killed run has left it: nobody else writes to it now."""
-    Repository.init(repository.git_dir)
     for pattern in ("*.lock", "refs/**/*.lock", "objects/pack/tmp_*", "fast_import_crash_*"):
         for leftover in repository.git_dir.glob(pattern):
             leftover.unlink()
+    Repository.init(repository.git_dir)  # which locks a file itself
 
 
 def _import(repository: Repository, ref: str, project: Project, archive: Path) -> str:

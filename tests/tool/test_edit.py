@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scripts import edit, export, tree
 from scripts.errors import EditError
 from scripts.export import Exported
+from scripts.repository import Output, Repository
 from tests.tool.miniature import SERIES, Checkout, git, read_files
 
 pytestmark = pytest.mark.slow
@@ -238,6 +240,44 @@ def test_later_patch_is_empty_after_the_edit(conflicting: Checkout) -> None:
     with pytest.raises(EditError, match=r"second\.patch .*empty"):
         start(conflicting, "sed -i 's/result = 1/result = 2/' vllm/engine.py", "first.patch")
     assert patches(conflicting) == before
+
+
+def test_killed_while_git_re_applies(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A git that dies leaves its lock, and a work tree that it has changed in part."""
+    attempt = Repository.attempt
+
+    def die(repository: Repository, *arguments: str, **options: Any) -> Output:
+        if arguments[0] == "cherry-pick":
+            (repository.git_dir / "index.lock").touch()
+            (folder(checkout) / "vllm" / "config.py").write_text("half")
+            raise KeyboardInterrupt
+        return attempt(repository, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Repository, "attempt", die)
+        with pytest.raises(KeyboardInterrupt):
+            start(checkout, NEARBY)
+    assert proceed(checkout).names == tuple(SERIES)
+    assert b"+    result = 11\n" in patches(checkout)[START]
+    assert all(b"half" not in text for text in patches(checkout).values())
+
+
+@pytest.mark.parametrize("path", ["vllm/notes.txt", "vllm/attention.py"])
+def test_work_beside_a_resolved_conflict_is_not_thrown_away(conflicting: Checkout, path: str) -> None:
+    """In a file that the next patch changes, and in one that none does."""
+    with pytest.raises(EditError, match="conflicts"):
+        start(conflicting, NEARBY, "first.patch")
+    work = folder(conflicting)
+    git(work, "checkout", "--quiet", "--theirs", "vllm/engine.py")
+    git(work, "add", "vllm/engine.py")
+    git(work, "-c", "core.editor=true", "cherry-pick", "--continue")
+    (work / path).write_text("mine\n")
+    for _ in range(2):
+        with pytest.raises(EditError, match=r"cannot be re-applied|changes that are in no patch"):
+            proceed(conflicting)
+        assert (work / path).read_text() == "mine\n"
+    git(work, "checkout", "--quiet", path)
+    assert proceed(conflicting).names == ("first.patch", "second.patch", "third.patch")
 
 
 @pytest.mark.parametrize("count", range(1, 9))

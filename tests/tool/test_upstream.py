@@ -83,6 +83,7 @@ def test_leftovers_of_a_killed_run_are_removed(checkout: Checkout) -> None:
         folder / "objects" / "pack" / "tmp_pack_abcdef",
         folder / "fast_import_crash_1",
         folder / "shallow.lock",
+        folder / "config.lock",
     ]
     for path in leftovers:
         path.write_bytes(b"")
