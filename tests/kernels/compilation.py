@@ -42,6 +42,7 @@ def compile_kernel(
     *,
     num_warps: int,
     num_stages: int,
+    **options: Any,
 ) -> Binary:
     """Compile `kernel` as the runtime does when it is called.
 
@@ -65,7 +66,7 @@ def compile_kernel(
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages},
+        options={"num_warps": num_warps, "num_stages": num_stages, **options},
     )
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:

@@ -1,7 +1,7 @@
 """Loading of overlay files: a test runs this repository's text, whichever vLLM is installed."""
 
-import importlib.util
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -9,15 +9,13 @@ OVERLAY = Path(__file__).parents[2] / "overlay"
 
 
 def load_overlay(name: str) -> ModuleType:
-    """Import overlay/<name>.py under the module name it has in the package."""
-    path = OVERLAY.joinpath(*name.split(".")).with_suffix(".py")
+    """Import overlay/<name>.py, and its neighbours, under the names they have in the package."""
+    package, _, _ = name.rpartition(".")
+    folder = str(OVERLAY.joinpath(*package.split(".")))
+    path = import_module(package).__path__
+    if path[0] != folder:
+        path.insert(0, folder)
     module = sys.modules.get(name)
-    if module is not None and module.__file__ == str(path):
-        return module
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    if module is not None and Path(str(module.__file__)).parent != Path(folder):
+        raise ImportError(f"{name} was imported from the installed package before")
+    return import_module(name)

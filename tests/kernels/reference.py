@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 
 RANK = 512  # latent values of a KV row; the RoPE key follows
+TILE = 128  # latent values that share a scale in fp8_ds_mla
+E4M3_MAX = 448.0
 
 
 @dataclass
@@ -13,13 +15,46 @@ class Inputs:
 
     q_nope: torch.Tensor  # [T, H, 512]
     q_pe: torch.Tensor  # [T, H, 64 or 0]
-    kv: torch.Tensor  # [rows, 576 or 512]
+    kv: torch.Tensor  # [rows, 576 or 512], or bytes as `quantize` makes them
     topk: torch.Tensor  # int32 [T, K], -1 after the used entries
     valid_count: torch.Tensor  # int32 [T]
     sm_scale: float = 192**-0.5
+    kv_scale: torch.Tensor | None = None  # fp32 scalar, for fp8_e4m3 only
 
     def __iter__(self):
         yield from (self.q_nope, self.q_pe, self.kv, self.topk, self.valid_count, self.sm_scale)
+
+
+def quantize(kv: torch.Tensor, kv_format: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return KV rows as vLLM's cache writers store them, and their common scale if they have one.
+
+    fp8_ds_mla: 512 e4m3 values, four fp32 scales that are powers of two, the
+    64 RoPE values in bfloat16 (also without RoPE). fp8_e4m3: every value divided by one scale.
+    """
+    if kv_format == "16-bit":
+        return kv, None
+    latent, rope = kv[:, :RANK].float(), kv[:, RANK:]
+    if kv_format == "fp8_e4m3":
+        scale = (kv.float().abs().amax() / E4M3_MAX).to(torch.float32)
+        return (kv.float() / scale).to(torch.float8_e4m3fn).view(torch.uint8), scale
+    tiles = latent.reshape(len(kv), RANK // TILE, TILE)
+    scales = (tiles.abs().amax(-1) / E4M3_MAX).clamp(min=1e-4).log2().ceil().exp2()
+    values = (tiles / scales[..., None]).to(torch.float8_e4m3fn)
+    unread = torch.full((len(kv), 64 - rope.shape[-1]), float("nan"), device=kv.device)
+    parts = [values.reshape(len(kv), RANK), scales, torch.cat((rope, unread), dim=-1).to(torch.bfloat16)]
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1), None
+
+
+def dequantize(kv: torch.Tensor, kv_scale: torch.Tensor | None, rope_dim: int) -> torch.Tensor:
+    """Return stored KV rows as float64 [rows, 512 + rope_dim]."""
+    if kv.dtype != torch.uint8:
+        return kv.double()
+    if kv_scale is not None:
+        return kv.view(torch.float8_e4m3fn).double() * kv_scale.double()
+    latent, scales, rope, _ = kv.split([RANK, 16, 2 * rope_dim, 128 - 2 * rope_dim], dim=-1)
+    scales = scales.contiguous().view(torch.float32).double().repeat_interleave(TILE, dim=-1)
+    rope = rope.contiguous().view(torch.bfloat16).double()
+    return torch.cat((latent.contiguous().view(torch.float8_e4m3fn).double() * scales, rope), dim=-1)
 
 
 def sparse_mla_reference(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,7 +71,7 @@ def sparse_mla_reference(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         rows = rows[rows >= 0]
         if len(rows) == 0:
             continue
-        kv = inputs.kv[rows].double()
+        kv = dequantize(inputs.kv[rows], inputs.kv_scale, inputs.q_pe.shape[-1])
         scores = q[token] @ kv.T * inputs.sm_scale
         out[token] = scores.softmax(dim=-1) @ kv[:, :RANK]
         lse[token] = scores.logsumexp(dim=-1)
@@ -51,6 +86,7 @@ def make_inputs(
     num_rows: int = 256,
     rope_dim: int = 64,
     dtype: torch.dtype = torch.float16,
+    kv_format: str = "16-bit",
     device: str = "cpu",
     seed: int = 0,
 ) -> Inputs:
@@ -64,12 +100,14 @@ def make_inputs(
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=g).to(dtype).to(device)
 
+    kv, kv_scale = quantize(draw(num_rows, RANK + rope_dim), kv_format)
     return Inputs(
         q_nope=draw(num_tokens, num_heads, RANK),
         q_pe=draw(num_tokens, num_heads, rope_dim),
-        kv=draw(num_rows, RANK + rope_dim),
+        kv=kv,
         topk=topk.to(device),
         valid_count=torch.tensor(counts, dtype=torch.int32, device=device),
+        kv_scale=kv_scale,
     )
 
 

@@ -3,67 +3,107 @@
 No GPU is needed; the compiling runs in other processes, all at once.
 """
 
+import json
 from concurrent.futures import Future
-from itertools import product
+from typing import Any
 
 import pytest
 
 from tests.kernels.compilation import SHARED_MEMORY, Binary, compile_kernel
-from tests.kernels.overlay import load_overlay
+from tests.kernels.overlay import OVERLAY, load_overlay
 
-HEADS = [8, 128]  # one head count per configuration of the table
-# name -> model dtype, output dtype, RoPE width
+TABLE = json.loads((OVERLAY / "vllm/v1/attention/ops/triton_mla_sparse_configs.json").read_text())
+TILE = ("block_h", "block_n", "num_warps", "num_stages", "group", "maxnreg")
+# format of the table -> name -> KV format, model dtype, output dtype, RoPE width
 VARIANTS = {
-    "fp16-split": ("fp16", "fp32", 64),
-    "bf16-direct": ("bf16", "bf16", 64),
-    "fp16-nope": ("fp16", "fp16", 0),
+    "16-bit": {
+        "fp16-split": ("16-bit", "fp16", "fp32", 64),
+        "bf16-direct": ("16-bit", "bf16", "bf16", 64),
+        "fp16-nope": ("16-bit", "fp16", "fp16", 0),
+    },
+    "fp8": {
+        "fp16-ds-split": ("fp8_ds_mla", "fp16", "fp32", 64),
+        "bf16-ds-direct": ("fp8_ds_mla", "bf16", "bf16", 64),
+        "bf16-e4m3-split": ("fp8_e4m3", "bf16", "fp32", 64),
+    },
 }
-CASES = [
-    *product(SHARED_MEMORY, HEADS, ["fp16-split", "bf16-direct"]),
-    *product([80, 120], HEADS, ["fp16-nope"]),
-]
+# The rows of "default" are chosen to spill nothing where they are meant to run.
+MAX_SPILLED_BYTES = {arch: 128 if arch == 90 else 0 for arch in SHARED_MEMORY}
+
+
+def tiles(section: str, kv_format: str) -> list[tuple]:
+    """Return the different kernels of a section of the table."""
+    rows = [row for kind in ("decode", "prefill") for row in TABLE[section][kv_format][kind]]
+    usual = {"group": 1, "maxnreg": None}
+    return sorted({tuple(row.get(name, usual.get(name)) for name in TILE) for row in rows}, key=str)
+
+
+def cases() -> list[tuple[int, str, str, tuple]]:
+    """Return (compute capability, format, variant, tile): each kernel on each GPU that the table gives it to.
+
+    SM80 and SM120 get every variant, the others one after the other.
+    """
+    result = []
+    for arch in SHARED_MEMORY:
+        section = f"{arch // 10}.{arch % 10}"
+        for kv_format, variants in VARIANTS.items():
+            for index, tile in enumerate(tiles(section if section in TABLE else "default", kv_format)):
+                names = list(variants)
+                if arch not in (80, 120):
+                    names = [names[index % len(names)]]
+                result += [(arch, kv_format, name, tile) for name in names]
+    return result
+
+
+CASES = cases()
 
 
 def kernels():
     return load_overlay("vllm.v1.attention.ops.triton_mla_sparse")
 
 
-def compile_attention(arch: int, num_heads: int, variant: str) -> Binary:
-    dtype, out_dtype, rope_dim = VARIANTS[variant]
-    config = kernels().get_config(num_heads)
+def compile_attention(arch: int, table_format: str, variant: str, tile: tuple) -> Binary:
+    kv_format, dtype, out_dtype, rope_dim = VARIANTS[table_format][variant]
+    config: dict[str, Any] = dict(zip(TILE, tile, strict=True))
     return compile_kernel(
         kernels().sparse_mla_kernel,
         arch,
         pointers={
             "q_nope_ptr": f"*{dtype}",
             "q_pe_ptr": f"*{dtype}",
-            "kv_ptr": f"*{dtype}",
-            "topk_ptr": "*i32",
-            "valid_count_ptr": "*i32",
+            "kv_ptr": f"*{dtype}" if kv_format == "16-bit" else "*u8",
+            "lists_ptr": "*i32",
+            "counts_ptr": "*i32",
+            "kv_scale_ptr": "*fp32",
             "out_ptr": f"*{out_dtype}",
             "lse_ptr": "*fp32",
         },
         scalars={
             "sm_scale": "fp32",
+            "num_tokens": "i32",
             "num_heads": "i32",
-            "num_topk": "i32",
+            "list_width": "i32",
             "q_nope_stride0": "i32",
             "q_nope_stride1": "i32",
             "q_pe_stride0": "i32",
             "q_pe_stride1": "i32",
         },
         constants={
-            "KV_STRIDE": 512 + rope_dim,
+            "KV_STRIDE": 656 if kv_format == "fp8_ds_mla" else 512 + rope_dim,
+            "KV_FORMAT": kv_format,
             "HAS_ROPE": rope_dim > 0,
-            "BLOCK_H": config.block_h,
-            "BLOCK_N": config.block_n,
+            "GROUP": config["group"],
+            "BLOCK_H": config["block_h"],
+            "BLOCK_N": config["block_n"],
+            "LAUNCH_PDL": out_dtype == "fp32" and arch >= 90,
         },
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_warps=config["num_warps"],
+        num_stages=config["num_stages"],
+        maxnreg=config["maxnreg"],
     )
 
 
-def compile_merge(arch: int, num_splits: int) -> Binary:
+def compile_merge(arch: int) -> Binary:
     return compile_kernel(
         kernels().merge_splits_kernel,
         arch,
@@ -73,15 +113,29 @@ def compile_merge(arch: int, num_splits: int) -> Binary:
             "out_ptr": "*fp16",
             "lse_ptr": "*fp32",
         },
-        scalars={},
-        constants={"NUM_SPLITS": num_splits},
+        scalars={"num_splits": "i32"},
+        constants={"BLOCK_S": 32, "LAUNCH_PDL": arch >= 90},
         num_warps=4,
         num_stages=3,
     )
 
 
-def configurations() -> list[int]:
-    return sorted(kernels().CONFIGS)
+def compile_union(arch: int) -> Binary:
+    return compile_kernel(
+        kernels().union_rows_kernel,
+        arch,
+        pointers={
+            "topk_ptr": "*i32",
+            "valid_count_ptr": "*i32",
+            "slots_ptr": "*i16",
+            "union_ptr": "*i32",
+            "count_ptr": "*i32",
+        },
+        scalars={"num_tokens": "i32", "num_topk": "i32"},
+        constants={"BLOCK_K": 2048},
+        num_warps=8,
+        num_stages=3,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -89,25 +143,24 @@ def binaries(compiler) -> dict[tuple, Future[Binary]]:
     return {case: compiler.submit(compile_attention, *case) for case in CASES}
 
 
-@pytest.mark.parametrize(("arch", "num_heads", "variant"), CASES)
-def test_attention_kernel(binaries, arch, num_heads, variant):
-    binary = binaries[arch, num_heads, variant].result()
+@pytest.mark.parametrize(("arch", "table_format", "variant", "tile"), CASES, ids=lambda value: str(value))
+def test_attention_kernel(binaries, arch, table_format, variant, tile):
+    binary = binaries[arch, table_format, variant, tile].result()
     assert binary.shared <= SHARED_MEMORY[arch]
     # Fewer registers than a tile needs, with a stack, is how the assembler gives up.
-    assert binary.local == 0
+    assert binary.local <= MAX_SPILLED_BYTES[arch]
     assert 64 <= binary.registers <= 255
-    assert binary.count(r"\bmma\.sync|\bwgmma\.mma_async") > 0
+    assert binary.count(r"\bmma\.sync|\bwgmma\.mma_async|tcgen05\.mma") > 0
     # KV rows arrive by 16-byte asynchronous copies, and never by TMA.
     assert binary.count(r"cp\.async\.cg\.shared\.global [^;]*, 0x10,") > 0
     assert binary.count(r"cp\.async\.bulk") == 0
+    # fp8 rows are decoded once, not byte by byte out of shared memory.
+    assert binary.count(r"ld\.shared\.[bu]8") == 0
 
 
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
-def test_merge_kernel(compiler, arch):
-    binary = compiler.submit(compile_merge, arch, 32).result()
+@pytest.mark.parametrize("compile_other", [compile_merge, compile_union])
+def test_other_kernels(compiler, compile_other, arch):
+    binary = compiler.submit(compile_other, arch).result()
     assert binary.shared <= 48 * 1024
     assert binary.local == 0
-
-
-def test_every_configuration_is_compiled(compiler):
-    assert compiler.submit(configurations).result() == HEADS

@@ -6,6 +6,8 @@ interpreter multiplies bfloat16 operands of `tl.dot` as integers.
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.kernels.overlay import load_overlay
 from tests.kernels.reference import (
@@ -16,21 +18,29 @@ from tests.kernels.reference import (
     sparse_mla_reference,
 )
 
+KV_FORMATS = ["16-bit", "fp8_e4m3", "fp8_ds_mla"]
+
 
 def kernels():
     return load_overlay("vllm.v1.attention.ops.triton_mla_sparse")
 
 
+def configs():
+    return load_overlay("vllm.v1.attention.ops.triton_mla_sparse_config")
+
+
 def attention(inputs: Inputs, num_splits: int = 1, **options):
-    return kernels().sparse_mla_attention(*inputs, num_splits=num_splits, **options)
+    return kernels().sparse_mla_attention(*inputs, kv_scale=inputs.kv_scale, num_splits=num_splits, **options)
 
 
-def check_matches_reference(counts: list[int], num_heads: int, num_topk: int, rope_dim: int, num_splits: int) -> None:
-    inputs = make_inputs(counts, num_heads, num_topk, rope_dim=rope_dim)
+def check_matches_reference(
+    counts: list[int], num_heads: int, num_topk: int, rope_dim: int, num_splits: int, kv_format: str = "16-bit"
+) -> None:
+    inputs = make_inputs(counts, num_heads, num_topk, rope_dim=rope_dim, kv_format=kv_format)
     assert_matches_reference(*attention(inputs, num_splits), inputs)
 
 
-@pytest.mark.parametrize("num_heads", [1, 8, 16, 20, 32, 40, 64, 72, 128])
+@pytest.mark.parametrize("num_heads", [1, 4, 8, 11, 16, 20, 22, 32, 64, 72, 128])
 def test_any_head_count(interpreter, num_heads):
     """Head counts that do and do not fill the head block of their configuration."""
     args = [70, 3], num_heads, 96, 64, 1
@@ -43,6 +53,31 @@ def test_any_topk_with_and_without_rope(interpreter, num_topk, rope_dim):
     """Widths that are and are not multiples of the key block, full and nearly full."""
     args = [num_topk, num_topk - 1], 8, num_topk, rope_dim, 1
     interpreter.submit(check_matches_reference, *args).result()
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("rope_dim", [64, 0])
+@pytest.mark.parametrize("kv_format", KV_FORMATS[1:])
+def test_fp8_formats(interpreter, kv_format, rope_dim, num_splits):
+    args = [100, 33, 0], 8, 100, rope_dim, num_splits, kv_format
+    interpreter.submit(check_matches_reference, *args).result()
+
+
+def check_every_e4m3_pattern(kv_format: str) -> None:
+    """A list of one row makes the output that row."""
+    inputs = make_inputs([1], 8, 64, kv_format=kv_format)
+    finite = torch.tensor([pattern for pattern in range(256) if pattern & 0x7F != 0x7F], dtype=torch.uint8)
+    row = inputs.kv[inputs.topk[0, 0]]
+    row[: len(finite)] = finite
+    if kv_format == "fp8_e4m3":
+        inputs.kv_scale.fill_(0.5)
+    expected = sparse_mla_reference(inputs)[0].to(torch.float16)
+    torch.testing.assert_close(attention(inputs)[0], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS[1:])
+def test_every_e4m3_pattern_is_exact(interpreter, kv_format):
+    interpreter.submit(check_every_e4m3_pattern, kv_format).result()
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
@@ -65,7 +100,7 @@ def check_split_equals_serial(num_splits: int) -> None:
     torch.testing.assert_close(lse, serial_lse, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_splits", [2, 4, 8, 16, 32])
+@pytest.mark.parametrize("num_splits", [2, 5, 8, 32])
 def test_splits_equal_the_serial_kernel(interpreter, num_splits):
     """Also with more splits than key blocks, so that whole splits are empty."""
     interpreter.submit(check_split_equals_serial, num_splits).result()
@@ -159,47 +194,168 @@ def test_scores_beyond_the_range_of_float16(interpreter):
     interpreter.submit(check_large_scores).result()
 
 
-def check_given_workspace() -> None:
-    num_sms, num_heads = 6, 20
-    inputs = make_inputs([70, 5, 33], num_heads, 96)
-    block_h = kernels().get_config(num_heads).block_h
-    num_splits = kernels().get_num_splits(3, -(-num_heads // block_h), num_sms)
+def check_given_workspace(num_tokens: int) -> None:
+    """Scratch that holds NaN, and too many rows for this launch."""
+    num_heads, num_topk, num_sms = 20, 96, 6
+    inputs = make_inputs([70, 5, 33][:num_tokens], num_heads, num_topk)
+    c = configs()
+    config = c.get_config(num_tokens, num_heads, c.KVFormat.MODEL, (12, 0))
+    num_splits = c.get_num_splits(num_tokens, num_heads, num_topk, config, num_sms)
     assert num_splits > 1
-    workspace = [torch.full(shape, float("nan")) for shape in kernels().get_workspace_shapes(num_heads, num_sms)]
-    out = attention(inputs, num_splits, workspace=workspace)
+    specs = c.get_workspace_specs(8, num_heads, num_topk, num_sms, c.KVFormat.MODEL, (12, 0))
+    workspace = [torch.full(shape, float("nan"), dtype=dtype) for shape, dtype in specs]
+    assert_matches_reference(*attention(inputs, num_splits, config=config, workspace=workspace), inputs)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_given_workspace(interpreter, num_tokens):
+    interpreter.submit(check_given_workspace, num_tokens).result()
+
+
+def pair_config(block_h: int = 16):
+    return configs().SparseMLAConfig(block_h, 32, 4, 2, programs_per_sm=1, group=2)
+
+
+def check_pairs(counts: list[int], num_heads: int, num_splits: int, kv_format: str) -> None:
+    inputs = make_inputs(counts, num_heads, 64, num_rows=80, kv_format=kv_format)
+    # A row that one token lists twice counts twice, whether the other has it or not.
+    inputs.topk[0, 3] = inputs.topk[0, 4]
+    inputs.topk[1, 5] = inputs.topk[1, 6] = inputs.topk[0, 7]
+    inputs.topk[0, 9] = -1
+    out = attention(inputs, num_splits, config=pair_config())
     assert_matches_reference(*out, inputs)
 
 
-def test_given_workspace(interpreter):
-    interpreter.submit(check_given_workspace).result()
+@pytest.mark.parametrize("kv_format", ["16-bit", "fp8_ds_mla"])
+@pytest.mark.parametrize(
+    ("counts", "num_heads", "num_splits"),
+    [([64, 60], 8, 1), ([20, 64, 0, 33, 10], 5, 1), ([64, 8, 0, 0], 8, 3)],
+)
+def test_pairs_of_tokens(interpreter, counts, num_heads, num_splits, kv_format):
+    """Two tokens a program, over the union of their lists; the last token may be alone."""
+    interpreter.submit(check_pairs, counts, num_heads, num_splits, kv_format).result()
 
 
-def check_split_policy() -> None:
+def check_long_prefill() -> None:
+    """More tokens than one launch over unions takes."""
+    c = configs()
+    c.MAX_UNION_TOKENS = kernels().MAX_UNION_TOKENS = 4
+    inputs = make_inputs([40, 39, 0, 7, 33, 40, 12], 4, 40, num_rows=50)
+    workspace_specs = c.get_union_specs(7, 40)
+    assert workspace_specs[1][0][0] == 2
+    workspace = [torch.empty(0), torch.empty(0)]
+    workspace += [torch.full(shape, -7, dtype=dtype) for shape, dtype in workspace_specs]
+    assert_matches_reference(*attention(inputs, 1, config=pair_config(), workspace=workspace), inputs)
+
+
+def test_prefill_longer_than_a_launch(interpreter):
+    interpreter.submit(check_long_prefill).result()
+
+
+def make_unions(lists: list[list[int]], num_topk: int) -> list[list[int]]:
+    """Return the used entries of the union of each two lists."""
     k = kernels()
-    for num_sms in (48, 108, 132, 188):
-        for num_heads in range(1, 129):
-            num_head_blocks = -(-num_heads // k.get_config(num_heads).block_h)
-            rows = k.get_workspace_shapes(num_heads, num_sms)[0][0]
-            previous = k.MAX_SPLITS
-            for num_tokens in range(1, 2 * num_sms):
-                splits = k.get_num_splits(num_tokens, num_head_blocks, num_sms)
-                assert splits in (1, 2, 4, 8, 16, 32)
-                assert splits <= previous
-                assert splits == 1 or num_tokens * num_heads * splits <= rows
-                previous = splits
-            assert k.get_num_splits(2 * num_sms, num_head_blocks, num_sms) == 1
-    assert k.get_num_splits(1, 1, 132) == k.MAX_SPLITS
+    topk = torch.full((len(lists), num_topk), -1, dtype=torch.int32)
+    for row, one in zip(topk, lists, strict=True):
+        row[: len(one)] = torch.tensor(one, dtype=torch.int32)
+    valid_count = torch.tensor([len(one) for one in lists], dtype=torch.int32)
+    specs = k.get_union_specs(len(lists), num_topk)
+    slots, unions, counts = (torch.full(shape, 1, dtype=dtype) for shape, dtype in specs)
+    k.union_rows(topk, valid_count, slots, unions, counts)
+    return [[e for e in union[:count].tolist() if e >= 0] for union, count in zip(unions, counts, strict=True)]
 
 
-def test_splits_fit_the_workspace(interpreter):
-    """More tokens never mean more splits, and the scratch holds every choice."""
-    interpreter.submit(check_split_policy).result()
+def check_union(lists: list[list[int]], num_topk: int) -> None:
+    members = [
+        sorted(entry >> 2 for entry in union if entry >> member & 1)
+        for union in make_unions(lists, num_topk)
+        for member in range(2)
+    ]
+    assert members[: len(lists)] == [sorted(row for row in one if row >= 0) for one in lists]
+    assert not any(members[len(lists) :])
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.lists(st.sampled_from([-1, *range(12), 2**26]), max_size=16), min_size=1, max_size=4))
+def test_unions_hold_both_lists(interpreter, lists):
+    interpreter.submit(check_union, lists, 16).result()
+
+
+def check_shared_rows() -> None:
+    rows = torch.randperm(20_000)[:600].tolist()
+    union = make_unions([rows[:500], rows[599:99:-1]], 512)[0]
+    # Few rows are lost to collisions in both hash tables.
+    assert 600 <= len(union) <= 600 * 1.03
+
+
+def test_shared_rows_have_one_entry(interpreter):
+    interpreter.submit(check_shared_rows).result()
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_random_shapes(interpreter, data):
+    num_topk = data.draw(st.integers(1, 150), "top-k")
+    counts = data.draw(st.lists(st.integers(0, num_topk), min_size=1, max_size=3), "counts")
+    num_heads = data.draw(st.integers(1, 40), "heads")
+    rope_dim = data.draw(st.sampled_from([64, 0]), "RoPE width")
+    kv_format = data.draw(st.sampled_from(KV_FORMATS), "KV format")
+    num_splits = data.draw(st.integers(1, 6), "splits")
+    args = counts, num_heads, num_topk, rope_dim, num_splits, kv_format
+    interpreter.submit(check_matches_reference, *args).result()
+
+
+def check_split_policy(num_sms: int) -> None:
+    c = configs()
+    for num_heads, num_topk, kv_format in [
+        (1, 2048, c.KVFormat.MODEL),
+        (8, 2048, c.KVFormat.MODEL),
+        (11, 1152, c.KVFormat.FP8_DS_MLA),
+        (32, 2000, c.KVFormat.FP8),
+        (128, 512, c.KVFormat.MODEL),
+    ]:
+        num_partials = c.get_workspace_specs(700, num_heads, num_topk, num_sms, kv_format, (12, 0))[0][0][0]
+        # Partial results stay below 4 launches that fill the GPU.
+        assert num_partials <= 4 * 4 * num_sms * 128
+        for num_tokens in range(1, 701):
+            config = c.get_config(num_tokens, num_heads, kv_format, (12, 0))
+            splits = c.get_num_splits(num_tokens, num_heads, num_topk, config, num_sms)
+            assert 1 <= splits <= c.MAX_SPLITS
+            assert splits == 1 or num_tokens * num_heads * splits <= num_partials
+    one_token = c.get_config(1, 8, c.KVFormat.MODEL, (12, 0))
+    assert c.get_num_splits(1, 8, 2048, one_token, num_sms) == c.MAX_SPLITS
+
+
+@pytest.mark.parametrize("num_sms", [48, 188])
+def test_splits_fit_the_workspace(interpreter, num_sms):
+    interpreter.submit(check_split_policy, num_sms).result()
+
+
+def check_table() -> None:
+    c = configs()
+    for capability in [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)]:
+        for kv_format in c.KVFormat:
+            for num_heads in range(1, 257):
+                reachable = c.get_reachable_configs(num_heads, kv_format, capability)
+                for num_tokens in [1, 2, 7, 64, 255, 256, 257, 1000, 8192]:
+                    for is_prefill in (False, True):
+                        config = c.get_config(num_tokens, num_heads, kv_format, capability, is_prefill)
+                        assert config in reachable
+                        # One block holds all heads of both tokens of a pair.
+                        assert config.group == 1 or (config.group == 2 and 2 * num_heads <= config.block_h)
+                        assert is_prefill or config.group == 1
+
+
+def test_every_launch_has_a_configuration_that_the_warm_up_compiles(interpreter):
+    interpreter.submit(check_table).result()
 
 
 def check_refuses(change: str, message: str) -> None:
-    inputs = make_inputs([4], 8, 64)
+    inputs = make_inputs([4], 8, 64, kv_format="fp8_e4m3" if change == "no scale" else "16-bit")
     if change == "dtype":
         inputs.kv = inputs.kv.bfloat16()
+    elif change == "fp8_e5m2":
+        inputs.kv = inputs.kv.to(torch.float8_e5m2)
     elif change == "float32":
         for name in ("q_nope", "q_pe", "kv"):
             setattr(inputs, name, getattr(inputs, name).float())
@@ -207,6 +363,8 @@ def check_refuses(change: str, message: str) -> None:
         inputs.q_nope = inputs.q_nope[..., :256]
     elif change == "kv width":
         inputs.kv = inputs.kv[:, :RANK]
+    elif change == "no scale":
+        inputs.kv_scale = None
     with pytest.raises(ValueError, match=message):
         attention(inputs)
 
@@ -214,10 +372,12 @@ def check_refuses(change: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("dtype", "same 16-bit dtype"),
-        ("float32", "same 16-bit dtype"),
+        ("dtype", r"rows of 576 x torch.bfloat16 under a query of torch.float16"),
+        ("fp8_e5m2", r"rows of 576 x torch.float8_e5m2"),
+        ("float32", "query in one 16-bit dtype"),
         ("rank", "latent width of 512"),
-        ("kv width", "the query needs 576"),
+        ("kv width", "rows of 512 x torch.float16.*expected 576 values"),
+        ("no scale", "needs kv_scale"),
     ],
 )
 def test_refuses_inputs_it_cannot_serve(interpreter, change, message):

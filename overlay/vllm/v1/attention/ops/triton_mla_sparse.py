@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Sparse MLA attention over a 16-bit KV cache, in Triton.
+"""Sparse MLA attention in Triton, over a 16-bit or fp8 KV cache.
 
 Every query token t attends to its own list of KV cache rows R_t, chosen by the
 DSA indexer. MLA stores one latent row c (512 values) and one RoPE key r (64
@@ -11,10 +11,12 @@ values, absent in NoPE models) per token, shared by all heads:
     lse[t, h]  = ln sum_j exp(s[t, h, j])
 
 The list of a token is cut into `num_splits` parts so that a small decode batch
-still fills the GPU; a second kernel merges the parts by their log-sum-exp.
+still fills the GPU; a second kernel merges the parts by their log-sum-exp. In a
+prefill, neighbouring tokens share most of their rows: one program then takes two
+of them and walks over the union of their lists.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,11 +26,24 @@ from vllm.model_executor.warmup.jit_warmup_triton_helper import (
     TritonWarmupTensor,
     triton_kernel_dispatcher_with_warmup,
 )
-from vllm.triton_utils import LOG2E, LOGE2, tl, triton
+from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON, LOG2E, LOGE2, tl, triton
+from vllm.v1.attention.ops.triton_mla_sparse_config import (
+    MAX_SPLITS,
+    MAX_UNION_TOKENS,
+    KVFormat,
+    SparseMLAConfig,
+    get_config,
+    get_num_programs,
+    get_num_splits,
+    get_reachable_configs,
+    get_union_specs,
+)
 
 KV_LORA_RANK = 512
 QK_ROPE_HEAD_DIM = 64
-MAX_SPLITS = 32
+DS_MLA_ROW_BYTES = 656
+_MAX_UNION_ROWS = 1 << 27
 
 _LOG2E = tl.constexpr(LOG2E)
 _LOGE2 = tl.constexpr(LOGE2)
@@ -39,66 +54,150 @@ _MASKED = tl.constexpr(-1.0e30)
 _TILE = tl.constexpr(128)
 _RANK = tl.constexpr(KV_LORA_RANK)
 _ROPE = tl.constexpr(QK_ROPE_HEAD_DIM)
+# An fp8_ds_mla row: 512 e4m3 values, 4 fp32 scales (one for each tile of 128
+# values), then 64 RoPE values in bf16, also in NoPE models.
+_SCALES = tl.constexpr(512)
+_ROPE_BYTES = tl.constexpr(528)
+
+_MODEL = tl.constexpr(KVFormat.MODEL.value)
+_FP8 = tl.constexpr(KVFormat.FP8.value)
+# The interpreter has no inline assembly.
+_INTERPRETED = tl.constexpr(HAS_TRITON and triton.knobs.runtime.interpret)
+
+# The assembly below turns four e4m3 bytes ($2) into two pairs of 16-bit values
+# ($0, $1) and multiplies them by the factors of their row ($3, $5), each twice
+# in a register. Sign, exponent and fraction move to their places in the wider
+# type, which leaves the difference of the exponent biases to the factor: 2^8 for
+# float16 and 2^120 for bfloat16. That is exact, subnormal numbers included. SM80
+# has no conversion instruction, and on SM90 it is no faster.
+_FP16_ASM = tl.constexpr("""{
+.reg .b32 a, b, c, d;
+prmt.b32 a, $2, 0, 0x1404;
+prmt.b32 b, $2, 0, 0x3424;
+shr.u32 c, a, 1;
+shr.u32 d, b, 1;
+and.b32 c, c, 0x3f803f80;
+and.b32 d, d, 0x3f803f80;
+lop3.b32 a, a, 0x80008000, c, 0xEA;
+lop3.b32 b, b, 0x80008000, d, 0xEA;
+mul.rn.f16x2 $0, a, $3;
+mul.rn.f16x2 $1, b, $5;
+}""")
+# bfloat16 multiplies on SM80 only as a fused multiply-add, here of -0.
+_BF16_ASM = tl.constexpr("""{
+.reg .b32 a, b, c, d, z;
+mov.b32 z, 0x80008000;
+prmt.b32 a, $2, 0, 0x1404;
+prmt.b32 b, $2, 0, 0x3424;
+shr.u32 c, a, 4;
+shr.u32 d, b, 4;
+and.b32 c, c, 0x07f007f0;
+and.b32 d, d, 0x07f007f0;
+lop3.b32 a, a, 0x80008000, c, 0xEA;
+lop3.b32 b, b, 0x80008000, d, 0xEA;
+fma.rn.bf16x2 $0, a, $3, z;
+fma.rn.bf16x2 $1, b, $5, z;
+}""")
 
 
-@dataclass(frozen=True)
-class SparseMLAConfig:
-    """Tile sizes and launch options of the attention kernel."""
-
-    block_h: int  # query heads per program
-    block_n: int  # KV rows per loop iteration
-    num_warps: int
-    num_stages: int
-
-
-# Largest head count -> configuration. Each fits the 99 KB of shared memory of
-# SM86, SM89, SM120 and SM121, the smallest of the supported GPUs.
-CONFIGS: dict[int, SparseMLAConfig] = {
-    8: SparseMLAConfig(block_h=8, block_n=64, num_warps=4, num_stages=2),
-    128: SparseMLAConfig(block_h=16, block_n=64, num_warps=4, num_stages=2),
-}
-
-
-def get_config(num_heads: int) -> SparseMLAConfig:
-    """Return the configuration for `num_heads` query heads on this rank."""
-    return next(config for heads, config in CONFIGS.items() if num_heads <= heads)
-
-
-def get_num_splits(num_tokens: int, num_head_blocks: int, num_sms: int) -> int:
-    """Return into how many parts each token's row list is cut.
-
-    The largest power of two, at most MAX_SPLITS, that keeps the grid within two
-    programs per SM. It may depend only on what a CUDA graph fixes: the padded
-    token count, never the row counts.
-    """
-    parts = 2 * num_sms // max(num_tokens * num_head_blocks, 1)
-    return min(MAX_SPLITS, 1 << (parts.bit_length() - 1)) if parts > 1 else 1
-
-
-def get_workspace_shapes(
-    num_heads: int, num_sms: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the fp32 shapes of the scratch for any token count.
-
-    `get_num_splits` bounds the partial results: tokens * splits * heads is at
-    most 2 * num_sms * heads, rounded up to whole head blocks.
-    """
-    rows = 2 * num_sms * min(num_heads, get_config(num_heads).block_h)
-    return (rows, KV_LORA_RANK), (rows,)
+@triton.jit
+def _decode_e4m3(
+    raw,  # uint8 [N, M], e4m3 patterns
+    factor,  # fp32 [N, 1] or [1, 1], powers of two up to 2^7
+    DTYPE: tl.constexpr,  # fp16 or bf16
+):
+    """Return raw * factor in DTYPE."""
+    if _INTERPRETED:
+        bits = raw.to(tl.uint16)
+        bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        value = bits.to(tl.float16, bitcast=True).to(tl.float32)
+        return (value * (factor * 256.0)).to(DTYPE)
+    # With is_pure=True the decoding would sink into the layouts of the dots:
+    # done twice, and no asynchronous copies of the bytes.
+    if DTYPE == tl.float16:
+        return tl.inline_asm_elementwise(
+            _FP16_ASM,
+            "=r,=r,r,r,r,r,r",
+            [raw, _twice((factor * 256.0).to(tl.float16))],
+            dtype=tl.float16,
+            is_pure=False,
+            pack=4,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _BF16_ASM,
+            "=r,=r,r,r,r,r,r",
+            [raw, _twice((factor * 1.329227995784916e36).to(tl.bfloat16))],
+            dtype=tl.bfloat16,
+            is_pure=False,
+            pack=4,
+        )
 
 
-@triton.jit(do_not_specialize=["num_heads", "num_topk"])
+@triton.jit
+def _twice(value):
+    """Return 16-bit values in both halves of uint32."""
+    return value.to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001
+
+
+@triton.jit
+def _load_latent(
+    row_ptr,  # [N], start of each KV row
+    used,  # bool [N]
+    TILE_INDEX: tl.constexpr,
+    DTYPE: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+):
+    """Return 128 latent values of each row in DTYPE, 0 for unused rows."""
+    offsets = TILE_INDEX * _TILE + tl.arange(0, _TILE)
+    # Rows outside the list are never read: they may hold NaN.
+    tile = tl.load(row_ptr[:, None] + offsets[None, :], mask=used[:, None], other=0)
+    if KV_FORMAT == _MODEL:
+        return tile
+    elif KV_FORMAT == _FP8:
+        one = tl.full([1, 1], 1.0, tl.float32)
+        return _decode_e4m3(tile, one, DTYPE)
+    else:
+        scale_ptr = (row_ptr + _SCALES).to(tl.pointer_type(tl.float32)) + TILE_INDEX
+        scale = tl.load(scale_ptr, mask=used, other=0.0)
+        return _decode_e4m3(tile, scale[:, None], DTYPE)
+
+
+@triton.jit
+def _load_rope(
+    row_ptr,
+    used,
+    DTYPE: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+):
+    """Return the 64 RoPE values of each row in DTYPE, 0 for unused rows."""
+    offsets = tl.arange(0, _ROPE)[None, :]
+    mask = used[:, None]
+    if KV_FORMAT == _MODEL:
+        return tl.load(row_ptr[:, None] + _RANK + offsets, mask=mask, other=0.0)
+    elif KV_FORMAT == _FP8:
+        raw = tl.load(row_ptr[:, None] + _RANK + offsets, mask=mask, other=0)
+        one = tl.full([1, 1], 1.0, tl.float32)
+        return _decode_e4m3(raw, one, DTYPE)
+    else:
+        rope_ptr = (row_ptr + _ROPE_BYTES).to(tl.pointer_type(tl.bfloat16))
+        return tl.load(rope_ptr[:, None] + offsets, mask=mask, other=0.0).to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_heads", "list_width"])
 def sparse_mla_kernel(
     q_nope_ptr,  # fp16/bf16 [T, H, 512], unit last stride
     q_pe_ptr,  # fp16/bf16 [T, H, 64], unit last stride; unread without HAS_ROPE
-    kv_ptr,  # fp16/bf16 [rows, KV_STRIDE]: 512 latent values, then 64 RoPE values
-    topk_ptr,  # int32 [T, num_topk], physical rows of kv
-    valid_count_ptr,  # int32 [T], used entries of each topk row
+    kv_ptr,  # [rows, KV_STRIDE], as KV_FORMAT says; bytes unless 16-bit
+    lists_ptr,  # int32 [T / GROUP, list_width]: rows of kv, or entries of unions
+    counts_ptr,  # int32 [T / GROUP], used entries of each list
+    kv_scale_ptr,  # fp32 scalar, the scale of the whole cache; read for FP8 only
     out_ptr,  # fp16/bf16 [T, H, 512], or fp32 [T, H, splits, 512]
     lse_ptr,  # fp32 [T, H, splits], natural log
     sm_scale,  # fp32
+    num_tokens,  # T
     num_heads,  # H
-    num_topk,
+    list_width,  # K, or 2 K for unions
     q_nope_stride0,
     q_nope_stride1,
     q_pe_stride0,
@@ -106,34 +205,54 @@ def sparse_mla_kernel(
     # A run-time row stride would hide the 16-byte alignment of the rows, and
     # without it the gather is neither vectorized nor asynchronous.
     KV_STRIDE: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
     HAS_ROPE: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
 ):
-    # grid: (T * head blocks, splits). The head blocks of one token are adjacent,
-    # so they find each other's KV rows in L2.
-    num_head_blocks = tl.cdiv(num_heads, BLOCK_H)
-    token = (tl.program_id(0) // num_head_blocks).to(tl.int64)
+    # grid: (token groups * head blocks, splits). The head blocks of one group
+    # are adjacent, so they find each other's KV rows in L2.
+    HEADS_PER_BLOCK: tl.constexpr = BLOCK_H // GROUP
+    num_head_blocks = tl.cdiv(num_heads, HEADS_PER_BLOCK)
+    group = (tl.program_id(0) // num_head_blocks).to(tl.int64)
     head_block = tl.program_id(0) % num_head_blocks
     split = tl.program_id(1)
     num_splits = tl.num_programs(1)
 
-    offs_h = head_block * BLOCK_H + tl.arange(0, BLOCK_H)
-    offs_d = tl.arange(0, _TILE)
-    offs_r = tl.arange(0, _ROPE)
-    offs_n = tl.arange(0, BLOCK_N)
-    mask_h = (offs_h < num_heads)[:, None]
+    # Whole tiles of the used entries, in equal parts; the last may be short.
+    count = tl.minimum(tl.load(counts_ptr + group), list_width)
+    part = tl.cdiv(tl.cdiv(count, num_splits), BLOCK_N) * BLOCK_N
+    start = split * part
+    end = tl.minimum(start + part, count)
 
-    q_nope = q_nope_ptr + token * q_nope_stride0
-    q_nope += offs_h[:, None] * q_nope_stride1 + offs_d[None, :]
+    # The indices are loaded one iteration ahead, so that the KV loads of an
+    # iteration do not wait for them and the pipeliner can overlap them.
+    offs_n = tl.arange(0, BLOCK_N)
+    row_list = lists_ptr + group * list_width
+    next_entries = tl.load(
+        row_list + start + offs_n, mask=start + offs_n < end, other=-1
+    )
+
+    # A row of the query tile is a head of a token of the group.
+    offs_h = tl.arange(0, BLOCK_H)
+    member = offs_h // HEADS_PER_BLOCK
+    token = group * GROUP + member
+    head = head_block * HEADS_PER_BLOCK + offs_h % HEADS_PER_BLOCK
+    mask_q = (head < num_heads) & (token < num_tokens)
+    mask_h = mask_q[:, None]
+    offs_d = tl.arange(0, _TILE)
+    q_nope = q_nope_ptr + (token * q_nope_stride0 + head * q_nope_stride1)[:, None]
+    q_nope += offs_d[None, :]
     q0 = tl.load(q_nope, mask=mask_h, other=0.0)
     q1 = tl.load(q_nope + _TILE, mask=mask_h, other=0.0)
     q2 = tl.load(q_nope + 2 * _TILE, mask=mask_h, other=0.0)
     q3 = tl.load(q_nope + 3 * _TILE, mask=mask_h, other=0.0)
     if HAS_ROPE:
-        q_pe = q_pe_ptr + token * q_pe_stride0
-        q_pe += offs_h[:, None] * q_pe_stride1 + offs_r[None, :]
-        qr = tl.load(q_pe, mask=mask_h, other=0.0)
+        q_pe = q_pe_ptr + (token * q_pe_stride0 + head * q_pe_stride1)[:, None]
+        qr = tl.load(q_pe + tl.arange(0, _ROPE)[None, :], mask=mask_h, other=0.0)
+    DTYPE: tl.constexpr = q_nope_ptr.dtype.element_ty
 
     acc0 = tl.zeros([BLOCK_H, _TILE], tl.float32)
     acc1 = tl.zeros([BLOCK_H, _TILE], tl.float32)
@@ -144,91 +263,105 @@ def sparse_mla_kernel(
     # exp2 is the hardware's exponential. Scaling after the fp32 dot keeps q . k
     # from overflowing fp16.
     scale_log2 = sm_scale * _LOG2E
+    if KV_FORMAT == _FP8:
+        kv_scale = tl.load(kv_scale_ptr)
+        scale_log2 *= kv_scale
 
-    # Whole tiles of the used entries, in equal parts; the last may be short.
-    valid_count = tl.minimum(tl.load(valid_count_ptr + token), num_topk)
-    part = tl.cdiv(tl.cdiv(valid_count, num_splits), BLOCK_N) * BLOCK_N
-    start = split * part
-    end = tl.minimum(start + part, valid_count)
-
-    # The indices are loaded one iteration ahead, so that the KV loads of an
-    # iteration do not wait for them and the pipeliner can overlap them.
-    topk_row = topk_ptr + token * num_topk
-    next_rows = tl.load(topk_row + start + offs_n, mask=start + offs_n < end, other=-1)
     for n in tl.range(start, end, BLOCK_N):
-        rows = next_rows
+        entries = next_entries
         next_n = n + BLOCK_N + offs_n
-        next_rows = tl.load(topk_row + next_n, mask=next_n < end, other=-1)
+        next_entries = tl.load(row_list + next_n, mask=next_n < end, other=-1)
 
-        # Rows outside the list are never read: they may hold NaN.
-        used = rows >= 0
-        mask_n = used[:, None]
+        used = entries >= 0
+        if GROUP == 1:
+            rows = entries
+            allowed = used[None, :]
+        else:
+            # An entry of a union is its row and, in the low bits, its tokens.
+            rows = entries >> 2
+            allowed = (entries[None, :] >> member[:, None]) & 1 != 0
+            allowed = allowed & used[None, :]
         # rows * stride passes 2^31 in a cache of 3.7 million tokens.
-        kv = kv_ptr + rows.to(tl.int64)[:, None] * KV_STRIDE
-        k0 = tl.load(kv + offs_d[None, :], mask=mask_n, other=0.0)
-        k1 = tl.load(kv + _TILE + offs_d[None, :], mask=mask_n, other=0.0)
-        k2 = tl.load(kv + 2 * _TILE + offs_d[None, :], mask=mask_n, other=0.0)
-        k3 = tl.load(kv + 3 * _TILE + offs_d[None, :], mask=mask_n, other=0.0)
+        row_ptr = kv_ptr + rows.to(tl.int64) * KV_STRIDE
+        k0 = _load_latent(row_ptr, used, 0, DTYPE, KV_FORMAT)
+        k1 = _load_latent(row_ptr, used, 1, DTYPE, KV_FORMAT)
+        k2 = _load_latent(row_ptr, used, 2, DTYPE, KV_FORMAT)
+        k3 = _load_latent(row_ptr, used, 3, DTYPE, KV_FORMAT)
 
-        scores = tl.dot(q0, tl.trans(k0))
-        scores = tl.dot(q1, tl.trans(k1), scores)
-        scores = tl.dot(q2, tl.trans(k2), scores)
-        scores = tl.dot(q3, tl.trans(k3), scores)
+        # Two chains of dependent matrix instructions, half as long as one.
+        scores = tl.dot(q1, tl.trans(k1), tl.dot(q0, tl.trans(k0)))
+        other = tl.dot(q3, tl.trans(k3), tl.dot(q2, tl.trans(k2)))
         if HAS_ROPE:
-            kr = tl.load(kv + _RANK + offs_r[None, :], mask=mask_n, other=0.0)
-            scores = tl.dot(qr, tl.trans(kr), scores)
+            kr = _load_rope(row_ptr, used, DTYPE, KV_FORMAT)
+            other = tl.dot(qr, tl.trans(kr), other)
+        scores = (scores + other) * scale_log2
 
-        scores = tl.where(used[None, :], scores * scale_log2, _MASKED)
+        scores = tl.where(allowed, scores, _MASKED)
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         rescale = tl.exp2(row_max - new_max)
-        probs = tl.where(used[None, :], tl.exp2(scores - new_max[:, None]), 0.0)
+        probs = tl.where(allowed, tl.exp2(scores - new_max[:, None]), 0.0)
         row_sum = row_sum * rescale + tl.sum(probs, 1)
         row_max = new_max
 
-        p = probs.to(k0.dtype)
+        p = probs.to(DTYPE)
         acc0 = tl.dot(p, k0, acc0 * rescale[:, None])
         acc1 = tl.dot(p, k1, acc1 * rescale[:, None])
         acc2 = tl.dot(p, k2, acc2 * rescale[:, None])
         acc3 = tl.dot(p, k3, acc3 * rescale[:, None])
 
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
     # A token without rows gives (0, -inf), the identity of the merge.
     is_empty = row_sum == 0.0
-    norm = (1.0 / tl.where(is_empty, 1.0, row_sum))[:, None]
+    norm = 1.0 / tl.where(is_empty, 1.0, row_sum)
+    if KV_FORMAT == _FP8:
+        norm *= kv_scale
+    norm = norm[:, None]
     lse = (row_max + tl.log2(row_sum)) * _LOGE2
     lse = tl.where(is_empty, float("-inf"), lse)
 
-    out_rows = (token * num_heads + offs_h) * num_splits + split
-    tl.store(lse_ptr + out_rows, lse, mask=offs_h < num_heads)
+    out_rows = (token * num_heads + head) * num_splits + split
+    tl.store(lse_ptr + out_rows, lse, mask=mask_q)
     out = out_ptr + out_rows[:, None] * _RANK + offs_d[None, :]
-    dtype = out_ptr.dtype.element_ty
-    tl.store(out, (acc0 * norm).to(dtype), mask=mask_h)
-    tl.store(out + _TILE, (acc1 * norm).to(dtype), mask=mask_h)
-    tl.store(out + 2 * _TILE, (acc2 * norm).to(dtype), mask=mask_h)
-    tl.store(out + 3 * _TILE, (acc3 * norm).to(dtype), mask=mask_h)
+    out_dtype = out_ptr.dtype.element_ty
+    tl.store(out, (acc0 * norm).to(out_dtype), mask=mask_h)
+    tl.store(out + _TILE, (acc1 * norm).to(out_dtype), mask=mask_h)
+    tl.store(out + 2 * _TILE, (acc2 * norm).to(out_dtype), mask=mask_h)
+    tl.store(out + 3 * _TILE, (acc3 * norm).to(out_dtype), mask=mask_h)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def merge_splits_kernel(
-    partial_out_ptr,  # fp32 [T * H, NUM_SPLITS, 512]
-    partial_lse_ptr,  # fp32 [T * H, NUM_SPLITS], natural log
+    partial_out_ptr,  # fp32 [T * H, num_splits, 512]
+    partial_lse_ptr,  # fp32 [T * H, num_splits], natural log
     out_ptr,  # fp16/bf16 [T * H, 512]
     lse_ptr,  # fp32 [T * H], natural log
-    NUM_SPLITS: tl.constexpr,
+    num_splits,
+    BLOCK_S: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
 ):
     # grid: (T * H, 512 / 128)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    splits = row * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
+    offs_s = tl.arange(0, BLOCK_S)
+    mask_s = offs_s < num_splits
+    splits = row * num_splits + offs_s
     offs_d = tile * _TILE + tl.arange(0, _TILE)
 
-    lse = tl.load(partial_lse_ptr + splits)
+    if LAUNCH_PDL:
+        # Everything before has run beside the end of the attention kernel.
+        tl.extra.cuda.gdc_wait()
+    lse = tl.load(partial_lse_ptr + splits, mask=mask_s, other=float("-inf"))
+    partial_out = partial_out_ptr + splits[:, None] * _RANK + offs_d[None, :]
+    partial = tl.load(partial_out, mask=mask_s[:, None], other=0.0)
+
     max_lse = tl.max(lse, 0)
     # With no rows at all every difference would be (-inf) - (-inf).
     max_lse = tl.where(max_lse == float("-inf"), 0.0, max_lse)
     weights = tl.exp2((lse - max_lse) * _LOG2E)
     total = tl.sum(weights, 0)
 
-    partial = tl.load(partial_out_ptr + splits[:, None] * _RANK + offs_d[None, :])
     out = tl.sum(partial * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + row * _RANK + offs_d, out.to(out_ptr.dtype.element_ty))
     if tile == 0:
@@ -236,26 +369,108 @@ def merge_splits_kernel(
         tl.store(lse_ptr + row, max_lse + tl.log2(total) * _LOGE2)
 
 
+@triton.jit
+def _slot(row, level: tl.constexpr, SLOTS: tl.constexpr):
+    """Return the place of a row in one of the hash tables."""
+    factor: tl.constexpr = 0x9E3779B1 if level == 0 else 0x85EBCA6B
+    return (row.to(tl.uint32) * factor).to(tl.uint32) // (0x100000000 // SLOTS)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_topk"])
+def union_rows_kernel(
+    topk_ptr,  # int32 [T, num_topk], rows of kv
+    valid_count_ptr,  # int32 [T], used entries of each topk row
+    slots_ptr,  # int16 [T / 2, 2 * SLOTS], scratch, may hold anything
+    union_ptr,  # int32 [T / 2, 2 * num_topk]: row << 2 | bits of its tokens
+    count_ptr,  # int32 [T / 2], used entries of each union
+    num_tokens,  # T
+    num_topk,
+    BLOCK_K: tl.constexpr,  # a power of two, at least num_topk
+):
+    # grid: (T / 2). Each program joins the lists of two neighbours: the entries
+    # of the first, then those of the second that the first does not have.
+    SLOTS: tl.constexpr = 2 * BLOCK_K
+    pair = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK_K)
+    first = topk_ptr + 2 * pair * num_topk
+    has_second = 2 * pair + 1 < num_tokens
+    count0 = tl.minimum(tl.load(valid_count_ptr + 2 * pair), num_topk)
+    count1 = tl.load(valid_count_ptr + 2 * pair + 1, mask=has_second, other=0)
+    row0 = tl.load(first + offs, mask=offs < count0, other=-1)
+    in_list1 = offs < tl.minimum(count1, num_topk)
+    row1 = tl.load(first + num_topk + offs, mask=in_list1, other=-1)
+
+    # Hash tables from row to position in the first list. Where rows collide one
+    # stays, and the others go to the second table. A row lost there costs time
+    # only: both tokens keep an entry of their own. Positions are checked when
+    # they are read, so the tables need no clearing. All this is read past L1,
+    # which does not see the stores of other threads.
+    pending = row0 >= 0
+    match = tl.full([BLOCK_K], -1, tl.int32)
+    for level in tl.static_range(2):
+        slots = slots_ptr + (2 * pair + level) * SLOTS
+        own_slots = slots + _slot(row0, level, SLOTS)
+        tl.store(own_slots, offs.to(tl.int16), mask=pending)
+        tl.debug_barrier()
+        kept = tl.load(own_slots, mask=pending, other=-1, cache_modifier=".cg")
+        pending = pending & (kept.to(tl.int32) != offs)
+        searching = (row1 >= 0) & (match < 0)
+        position = tl.load(
+            slots + _slot(row1, level, SLOTS),
+            mask=searching,
+            other=-1,
+            cache_modifier=".cg",
+        ).to(tl.int32)
+        is_position = searching & (position >= 0) & (position < count0)
+        candidate = tl.gather(row0, tl.where(is_position, position, 0), 0)
+        match = tl.where(is_position & (candidate == row1), position, match)
+
+    # Rows that a token lists twice stay as they are: they count twice alone, too.
+    matched = match >= 0
+    takers = tl.histogram(match, BLOCK_K, mask=matched)
+    matched = matched & (tl.gather(takers, tl.maximum(match, 0), 0) == 1)
+    members = tl.where(takers == 1, 3, 1)
+
+    union = union_ptr + pair * (2 * num_topk)
+    entries0 = tl.where(row0 >= 0, row0 << 2 | members, -1)
+    tl.store(union + offs, entries0, mask=offs < count0)
+    alone = ((row1 >= 0) & ~matched).to(tl.int32)
+    position = count0 + tl.cumsum(alone, 0) - 1
+    tl.store(union + position, row1 << 2 | 2, mask=alone != 0)
+    tl.store(count_ptr + pair, count0 + tl.sum(alone, 0))
+
+
 def _attention_warmup_inputs(
-    num_heads: int, dtype: torch.dtype, has_rope: bool
+    num_heads: int,
+    dtype: torch.dtype,
+    kv_format: KVFormat,
+    has_rope: bool,
+    config: SparseMLAConfig,
 ) -> list[dict[str, Any]]:
     """Return one launch per compiled variant: splits change only the output."""
-    kv_width = KV_LORA_RANK + (QK_ROPE_HEAD_DIM if has_rope else 0)
+    if kv_format is KVFormat.MODEL:
+        kv = TritonWarmupTensor(dtype, shape=(1, 576 if has_rope else 512))
+    elif kv_format is KVFormat.FP8:
+        kv = TritonWarmupTensor(torch.uint8, shape=(1, 576 if has_rope else 512))
+    else:
+        kv = TritonWarmupTensor(torch.uint8, shape=(1, DS_MLA_ROW_BYTES))
     q_nope = TritonWarmupTensor(dtype, shape=(1, num_heads, KV_LORA_RANK))
     q_pe = TritonWarmupTensor(dtype, shape=(1, num_heads, QK_ROPE_HEAD_DIM))
     return [
         {
             "q_nope": q_nope,
             "q_pe": q_pe if has_rope else q_nope,
-            "kv": TritonWarmupTensor(dtype, shape=(1, kv_width)),
-            "topk": TritonWarmupTensor(torch.int32, shape=(1, 1)),
-            "valid_count": TritonWarmupTensor(torch.int32),
+            "kv": kv,
+            "lists": TritonWarmupTensor(torch.int32, shape=(1, 1)),
+            "counts": TritonWarmupTensor(torch.int32),
+            "kv_scale": TritonWarmupTensor(torch.float32),
             "out": TritonWarmupTensor(out_dtype),
             "lse": TritonWarmupTensor(torch.float32),
             "sm_scale": 1.0,
             "num_splits": num_splits,
+            "kv_format": kv_format,
             "has_rope": has_rope,
-            "config": get_config(num_heads),
+            "config": config,
         }
         for num_splits, out_dtype in ((1, dtype), (2, torch.float32))
     ]
@@ -268,32 +483,39 @@ def sparse_mla(
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
     kv: torch.Tensor,
-    topk: torch.Tensor,
-    valid_count: torch.Tensor,
+    lists: torch.Tensor,
+    counts: torch.Tensor,
+    kv_scale: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
     sm_scale: float,
     num_splits: int,
+    kv_format: KVFormat,
     has_rope: bool,
     config: SparseMLAConfig,
 ) -> DispatchSpec:
     """Launch `sparse_mla_kernel`; see there for the shapes."""
     num_tokens, num_heads, _ = q_nope.shape
-    grid = (num_tokens * triton.cdiv(num_heads, config.block_h), num_splits)
+    grid = (get_num_programs(num_tokens, num_heads, config), num_splits)
     return grid, {
+        "num_tokens": num_tokens,
         "num_heads": num_heads,
-        "num_topk": topk.shape[1],
+        "list_width": lists.shape[1],
         "KV_STRIDE": kv.stride(0),
+        "KV_FORMAT": kv_format.value,
         "HAS_ROPE": has_rope,
+        "GROUP": config.group,
         "BLOCK_H": config.block_h,
         "BLOCK_N": config.block_n,
+        "LAUNCH_PDL": config.launch_pdl and num_splits > 1,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
+        "maxnreg": config.maxnreg,
     }
 
 
-def _merge_warmup_inputs(dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Return one launch per split count above one."""
+def _merge_warmup_inputs(dtype: torch.dtype, launch_pdl: bool) -> list[dict[str, Any]]:
+    """Return one launch per compiled variant."""
     return [
         {
             "partial_out": TritonWarmupTensor(torch.float32),
@@ -301,6 +523,7 @@ def _merge_warmup_inputs(dtype: torch.dtype) -> list[dict[str, Any]]:
             "out": TritonWarmupTensor(dtype, shape=(1, 1, KV_LORA_RANK)),
             "lse": TritonWarmupTensor(torch.float32),
             "num_splits": 1 << log2_splits,
+            "launch_pdl": launch_pdl,
         }
         for log2_splits in range(1, MAX_SPLITS.bit_length())
     ]
@@ -315,11 +538,145 @@ def merge_splits(
     out: torch.Tensor,
     lse: torch.Tensor,
     num_splits: int,
+    launch_pdl: bool,
 ) -> DispatchSpec:
     """Launch `merge_splits_kernel`; see there for the shapes."""
     num_tokens, num_heads, _ = out.shape
     grid = (num_tokens * num_heads, KV_LORA_RANK // 128)
-    return grid, {"NUM_SPLITS": num_splits, "num_warps": 4}
+    return grid, {
+        "BLOCK_S": triton.next_power_of_2(num_splits),
+        "LAUNCH_PDL": launch_pdl,
+        "num_warps": 4,
+        "launch_pdl": launch_pdl,
+    }
+
+
+def _union_warmup_inputs(num_topk: int) -> list[dict[str, Any]]:
+    """Return the one launch."""
+    lists = TritonWarmupTensor(torch.int32, shape=(1, num_topk))
+    count = TritonWarmupTensor(torch.int32)
+    return [
+        {
+            "topk": lists,
+            "valid_count": count,
+            "slots": TritonWarmupTensor(torch.int16),
+            "union": lists,
+            "count": count,
+        }
+    ]
+
+
+@triton_kernel_dispatcher_with_warmup(
+    kernel=union_rows_kernel, warmup_inputs=_union_warmup_inputs
+)
+def union_rows(
+    topk: torch.Tensor,
+    valid_count: torch.Tensor,
+    slots: torch.Tensor,
+    union: torch.Tensor,
+    count: torch.Tensor,
+) -> DispatchSpec:
+    """Launch `union_rows_kernel`; see there for the shapes."""
+    num_tokens, num_topk = topk.shape
+    return (triton.cdiv(num_tokens, 2),), {
+        "num_tokens": num_tokens,
+        "num_topk": num_topk,
+        "BLOCK_K": triton.next_power_of_2(num_topk),
+        "num_warps": 8,
+    }
+
+
+def register_warmup(
+    num_heads: int,
+    num_topk: int,
+    dtype: torch.dtype,
+    kv_format: KVFormat,
+    has_rope: bool,
+    capability: tuple[int, int],
+) -> None:
+    """Have every variant that these arguments can reach compiled at start-up."""
+    configs = get_reachable_configs(num_heads, kv_format, capability)
+    for config in configs:
+        sparse_mla.register_warmup(
+            num_heads=num_heads,
+            dtype=dtype,
+            kv_format=kv_format,
+            has_rope=has_rope,
+            config=config,
+        )
+    if any(config.group > 1 for config in configs):
+        union_rows.register_warmup(num_topk=num_topk)
+    for launch_pdl in {config.launch_pdl for config in configs}:
+        merge_splits.register_warmup(dtype=dtype, launch_pdl=launch_pdl)
+
+
+def get_kv_format(kv: torch.Tensor, dtype: torch.dtype, rope_dim: int) -> KVFormat:
+    """Return what KV rows hold, told by their dtype and width.
+
+    Raises:
+        ValueError: no format has such rows.
+
+    """
+    width = kv.shape[-1]
+    if kv.dtype == dtype and width == KV_LORA_RANK + rope_dim:
+        return KVFormat.MODEL
+    if kv.dtype in (torch.uint8, torch.float8_e4m3fn):
+        if width == KV_LORA_RANK + rope_dim:
+            return KVFormat.FP8
+        if width == DS_MLA_ROW_BYTES:
+            return KVFormat.FP8_DS_MLA
+    raise ValueError(
+        f"no KV format for rows of {width} x {kv.dtype} under a query of {dtype} with "
+        f"{rope_dim} RoPE values: expected {KV_LORA_RANK + rope_dim} values of the "
+        f"query's dtype, {KV_LORA_RANK + rope_dim} fp8_e4m3 bytes or "
+        f"{DS_MLA_ROW_BYTES} fp8_ds_mla bytes"
+    )
+
+
+def _attend(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv: torch.Tensor,
+    lists: torch.Tensor,
+    counts: torch.Tensor,
+    kv_scale: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sm_scale: float,
+    num_splits: int,
+    kv_format: KVFormat,
+    config: SparseMLAConfig,
+    workspace: Sequence[torch.Tensor] | None,
+) -> None:
+    """Launch the attention and, for several splits, the merge."""
+    num_tokens, num_heads, _ = q_nope.shape
+    has_rope = q_pe.shape[-1] > 0
+    partial_out, partial_lse = out, lse
+    if num_splits > 1:
+        num_rows = num_tokens * num_heads * num_splits
+        if workspace is None:
+            workspace = (
+                q_nope.new_empty((num_rows, KV_LORA_RANK), dtype=torch.float32),
+                q_nope.new_empty(num_rows, dtype=torch.float32),
+            )
+        partial_out, partial_lse = (scratch[:num_rows] for scratch in workspace[:2])
+    sparse_mla(
+        q_nope,
+        q_pe if has_rope else q_nope,
+        kv,
+        lists,
+        counts,
+        kv_scale,
+        partial_out,
+        partial_lse,
+        sm_scale,
+        num_splits,
+        kv_format,
+        has_rope,
+        config,
+    )
+    if num_splits > 1:
+        merge_splits(partial_out, partial_lse, out, lse, num_splits, config.launch_pdl)
 
 
 def sparse_mla_attention(
@@ -330,9 +687,11 @@ def sparse_mla_attention(
     valid_count: torch.Tensor,
     sm_scale: float,
     *,
-    num_splits: int = 1,
-    workspace: tuple[torch.Tensor, torch.Tensor] | None = None,
+    kv_scale: torch.Tensor | None = None,
+    is_prefill: bool = False,
     config: SparseMLAConfig | None = None,
+    num_splits: int | None = None,
+    workspace: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend every token to its own list of KV cache rows.
 
@@ -340,17 +699,20 @@ def sparse_mla_attention(
         q_nope: fp16/bf16 [T, H, 512], absorbed latent part of the query. Any
             strides with a unit last one.
         q_pe: [T, H, 64] of the same dtype, RoPE part; [T, H, 0] for NoPE.
-        kv: [rows, 576] (512 for NoPE) of the same dtype, one row per cached
-            token. The row stride may be larger.
+        kv: one row per cached token, told apart by dtype and width: [rows, 576]
+            (512 for NoPE) in the query's dtype; the same in e4m3, or its bytes;
+            or [rows, 656] bytes of fp8_ds_mla, whose scales must be powers of
+            two up to 2^7, as vLLM writes them, and whose RoPE values are unread
+            in NoPE models. The row stride may be larger.
         topk: int32 [T, K], contiguous: row numbers in kv, used ones first.
             Entries below 0 are skipped.
         valid_count: int32 [T], how many entries of each topk row are used.
         sm_scale: softmax scale, applied to the fp32 scores.
-        num_splits: parts per token, a power of two up to MAX_SPLITS; see
-            `get_num_splits`.
-        workspace: fp32 scratch of at least T * H * num_splits rows, [rows, 512]
-            and [rows]; allocated here when None. Unused with one split.
-        config: tile sizes; by default those of `get_config`.
+        kv_scale: fp32 scalar, the scale of a per-tensor e4m3 cache.
+        is_prefill: whether neighbouring tokens probably share rows.
+        config: tile sizes; by default those of `get_config` for this GPU.
+        num_splits: parts per list; by default those of `get_num_splits`.
+        workspace: scratch as `get_workspace_specs` says; allocated here if None.
 
     Returns:
         The output [T, H, 512] in the dtype of q_nope, and its log-sum-exp, fp32
@@ -361,49 +723,76 @@ def sparse_mla_attention(
 
     """
     num_tokens, num_heads, rank = q_nope.shape
+    num_topk = topk.shape[1]
     rope_dim = q_pe.shape[-1]
-    has_rope = rope_dim > 0
     if rank != KV_LORA_RANK or rope_dim not in (0, QK_ROPE_HEAD_DIM):
         raise ValueError(
             f"sparse MLA needs a latent width of {KV_LORA_RANK} and a RoPE width of "
             f"{QK_ROPE_HEAD_DIM} or 0, got {rank} and {rope_dim}"
         )
-    if kv.shape[-1] != rank + rope_dim:
-        raise ValueError(
-            f"KV rows are {kv.shape[-1]} wide, the query needs {rank + rope_dim}"
-        )
-    if q_nope.dtype not in (torch.float16, torch.bfloat16) or not (
-        q_nope.dtype == q_pe.dtype == kv.dtype
+    if (
+        q_nope.dtype not in (torch.float16, torch.bfloat16)
+        or q_pe.dtype != q_nope.dtype
     ):
         raise ValueError(
-            "sparse MLA needs query and KV cache in the same 16-bit dtype, got "
-            f"{q_nope.dtype}, {q_pe.dtype} and {kv.dtype}"
+            "sparse MLA needs a query in one 16-bit dtype, got "
+            f"{q_nope.dtype} and {q_pe.dtype}"
         )
+    kv_format = get_kv_format(kv, q_nope.dtype, rope_dim)
+    if kv_format is KVFormat.FP8 and kv_scale is None:
+        raise ValueError("a per-tensor fp8 KV cache needs kv_scale")
+    if kv_format is not KVFormat.MODEL:
+        kv = kv.view(torch.uint8)
 
+    if config is None:
+        # An entry of a union packs a row and its tokens into 31 bits.
+        is_prefill = is_prefill and kv.shape[0] <= _MAX_UNION_ROWS
+        capability = current_platform.get_device_capability()
+        config = get_config(
+            num_tokens, num_heads, kv_format, tuple(capability or (0, 0)), is_prefill
+        )
     out = q_nope.new_empty(q_nope.shape)
     lse = q_nope.new_empty((num_tokens, num_heads), dtype=torch.float32)
-    partial_out, partial_lse = out, lse
-    if num_splits > 1:
-        num_rows = num_tokens * num_heads * num_splits
+
+    def attend(tokens: slice, lists: torch.Tensor, counts: torch.Tensor) -> None:
+        size = lists.shape[0] * config.group
+        _attend(
+            q_nope[tokens],
+            q_pe[tokens],
+            kv,
+            lists,
+            counts,
+            lse if kv_scale is None else kv_scale,
+            out[tokens],
+            lse[tokens],
+            sm_scale,
+            num_splits
+            or get_num_splits(
+                min(size, num_tokens),
+                num_heads,
+                num_topk,
+                config,
+                current_platform.num_compute_units(),
+            ),
+            kv_format,
+            config,
+            workspace,
+        )
+
+    if config.group == 1:
+        attend(slice(None), topk, valid_count)
+        return out, lse
+
+    for first in range(0, num_tokens, MAX_UNION_TOKENS):
+        tokens = slice(first, first + MAX_UNION_TOKENS)
+        num_pairs = triton.cdiv(valid_count[tokens].shape[0], 2)
         if workspace is None:
-            workspace = (
-                q_nope.new_empty((num_rows, rank), dtype=torch.float32),
-                q_nope.new_empty(num_rows, dtype=torch.float32),
+            slots, union, counts = (
+                topk.new_empty(shape, dtype=dtype)
+                for shape, dtype in get_union_specs(2 * num_pairs, num_topk)
             )
-        partial_out, partial_lse = (scratch[:num_rows] for scratch in workspace)
-    sparse_mla(
-        q_nope,
-        q_pe if has_rope else q_nope,
-        kv,
-        topk,
-        valid_count,
-        partial_out,
-        partial_lse,
-        sm_scale,
-        num_splits,
-        has_rope,
-        config or get_config(num_heads),
-    )
-    if num_splits > 1:
-        merge_splits(partial_out, partial_lse, out, lse, num_splits)
+        else:
+            slots, union, counts = (scratch[:num_pairs] for scratch in workspace[2:])
+        union_rows(topk[tokens], valid_count[tokens], slots, union, counts)
+        attend(tokens, union, counts)
     return out, lse
