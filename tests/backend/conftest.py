@@ -7,9 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
+import fake_gpu
 import pytest
 
 HERE = Path(__file__).parent
@@ -83,3 +87,12 @@ def selections(request, patched_package: Path, stock_package: Path) -> dict[str,
 def selected(selection: dict, selections: dict[str, SimpleNamespace]) -> SimpleNamespace:
     """What upstream (`stock`) and this distribution (`patched`) answer to the test's own selection."""
     return selections[json.dumps(selection)]
+
+
+@pytest.fixture(scope="session")
+def interpreter(patched_package: Path) -> Iterator[ProcessPoolExecutor]:
+    """A process with the installed package, a fake GPU, and Triton's interpreter for its kernels."""
+    with ProcessPoolExecutor(
+        1, mp_context=get_context("spawn"), initializer=fake_gpu.interpret, initargs=(patched_package,)
+    ) as pool:
+        yield pool

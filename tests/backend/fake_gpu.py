@@ -3,6 +3,7 @@
 Only for a child process: it changes `vllm.platforms` and `sys.modules` for good.
 """
 
+import os
 import sys
 import types
 from pathlib import Path
@@ -76,3 +77,15 @@ def install(package: Path) -> SimpleNamespace:
         *args, device="meta" if str(device).startswith("cuda") else device, **kwargs
     )
     return gpu
+
+
+def interpret(package: Path) -> None:
+    """Fake the GPU and let Triton interpret its kernels on the CPU; before anything imports Triton."""
+    # vLLM turns Triton off where it sees no GPU, unless somebody hid all of them.
+    os.environ |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "TRITON_INTERPRET": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_PLUGINS": "",
+    }
+    install(package)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import torch
 import vllm.config.vllm
 import vllm.utils.flashinfer
+from vllm.model_executor.layers.attention.mla_attention import _canonicalize_sparse_mla_kv_cache_dtype
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import (
     FusedMoEConfig,
@@ -28,7 +29,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 
-def glm5_config(index_topk: int) -> SimpleNamespace:
+def glm5_config(index_topk: int, use_dcp: bool = False, use_pcp: bool = False) -> SimpleNamespace:
     """What the backends read of the config of a GLM-5 at TP 1."""
     text_config = SimpleNamespace(
         model_type="glm_moe_dsa",
@@ -40,12 +41,14 @@ def glm5_config(index_topk: int) -> SimpleNamespace:
     )
     return SimpleNamespace(
         model_config=SimpleNamespace(hf_text_config=text_config, get_num_attention_heads=lambda parallel_config: 64),
-        parallel_config=SimpleNamespace(prefill_context_parallel_size=1, decode_context_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            prefill_context_parallel_size=1 + use_pcp, decode_context_parallel_size=1 + use_dcp
+        ),
     )
 
 
-def attention_backend(dtype, kv_cache_dtype, index_topk, flashinfer_api, backend) -> str:
-    vllm.config.vllm._current_vllm_config = glm5_config(index_topk)
+def attention_backend(dtype, kv_cache_dtype, index_topk, flashinfer_api, use_dcp, use_pcp, backend) -> str:
+    vllm.config.vllm._current_vllm_config = glm5_config(index_topk, use_dcp, use_pcp)
     vllm.utils.flashinfer.has_flashinfer_sparse_mla_sm120 = lambda: flashinfer_api
     config = AttentionSelectorConfig(
         head_size=576,
@@ -54,10 +57,18 @@ def attention_backend(dtype, kv_cache_dtype, index_topk, flashinfer_api, backend
         block_size=None,
         use_mla=True,
         use_sparse=True,
+        use_dcp=use_dcp,
+        use_pcp=use_pcp,
     )
     requested = AttentionBackendEnum[backend] if backend else None
     path = current_platform.get_attn_backend_cls(requested, config, num_heads=64)
     return {member.value: member.name for member in AttentionBackendEnum}[path]
+
+
+def kv_cache_format(kv_cache_dtype, backend) -> str:
+    """What --kv-cache-dtype stands for once `backend` is selected."""
+    backend_class = AttentionBackendEnum[backend].get_class()
+    return _canonicalize_sparse_mla_kv_cache_dtype(backend_class, kv_cache_dtype)
 
 
 def moe_config(dtype, all2all_backend=None, moe_backend="auto") -> FusedMoEConfig:
@@ -95,6 +106,7 @@ def nvfp4_moe_backend(dtype, flashinfer) -> str:
 
 SELECTORS = {
     "attention": attention_backend,
+    "kv_cache_format": kv_cache_format,
     "fp8_moe": fp8_moe_backend,
     "nvfp4_moe": nvfp4_moe_backend,
 }
