@@ -6,7 +6,7 @@ TOOL := $(VENV)/bin/python -m scripts
 override CMD := $(value CMD)# a shell's text: its dollar signs are not make's
 export PROJECT PLATFORM SOURCE REPOSITORY FORCE VERBATIM JSON PATCH CMD CONTINUE ABORT
 
-.PHONY: help wheel fetch tree status check export edit verify-wheel install bump test clean
+.PHONY: help wheel fetch tree status check export edit verify-wheel install bump test bench clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -43,6 +43,9 @@ fetch: $(VENV)/.tool ## bring the pinned upstream files into the cache (PLATFORM
 install: $(VENV)/.tests ## install dist/ with all dependencies into .venv
 	@$(TOOL) install
 
+bench: $(VENV)/.bench ## on a GPU, after install: tests, measurements, tables and plots into benchmarks/results/
+	@$(VENV)/bin/python -m benchmarks
+
 bump: $(VENV)/.tool ## raise the release number
 	@$(TOOL) bump
 
@@ -53,4 +56,7 @@ $(VENV)/.tool: scripts/requirements.txt
 	@$(PYTHON) -I scripts/bootstrap.py $(VENV) $< $@
 
 $(VENV)/.tests: tests/requirements.txt $(VENV)/.tool
+	@$(PYTHON) -I scripts/bootstrap.py $(VENV) $< $@
+
+$(VENV)/.bench: benchmarks/requirements.txt $(VENV)/.tests
 	@$(PYTHON) -I scripts/bootstrap.py $(VENV) $< $@

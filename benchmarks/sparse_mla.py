@@ -1,163 +1,316 @@
 #!/usr/bin/env python3
-"""Time the Triton sparse MLA kernel beside the native one of SM90, in one run.
+"""Time the sparse MLA kernels on this GPU beside the native ones, the Triton peers and the floors of the hardware.
 
-    python benchmarks/sparse_mla.py --results benchmarks/results
+    python -m benchmarks.sparse_mla --results benchmarks/results
+    python -m benchmarks.sparse_mla --tokens 1 8 --heads 8 --kv 16-bit --output part.json
 
-Every shape is first compared with the float64 reference and with the native
-kernel; a wrong result ends the run. Times are medians of CUDA graph replays,
-per call, merge included. A graph holds enough calls on different index lists
-to pass four times the L2 cache: decoding tokens own 131072 rows each, the
-tokens of a prefill share them. Both kernels read the same rows.
+Every result is compared with the float64 reference and with the native kernel before anything is timed. Times are
+medians of CUDA graph replays, per call, with everything a call launches: docs/bench.md says how they are taken.
 """
 
 import argparse
-import math
+import json
 import sys
-from collections.abc import Callable
+import time
+from functools import partial
+from itertools import groupby
 from pathlib import Path
-from statistics import median
+from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks import peers, timing, workload
+from benchmarks.compiling import in_processes
+from benchmarks.workload import (
+    DTYPES,
+    NUM_ROWS,
+    NUM_TOPK,
+    ROW_BYTES,
+    TOLERANCE,
+    Lists,
+    Pool,
+    Shape,
+    relative_error,
+)
 from tests.gpu.results import gpu_slug, write_results
-from tests.kernels.overlay import load_overlay
-from tests.kernels.reference import RANK, Inputs, sparse_mla_reference
+from tests.kernels.reference import Inputs, sparse_mla_reference
 
-kernels = load_overlay("vllm.v1.attention.ops.triton_mla_sparse")
-
-ROPE = 64
-NUM_TOPK = 2048
-ROWS_PER_REQUEST = 131072
-DECODE_TOKENS = [1, 8, 32, 64, 128]
-PREFILL_TOKENS = [2048]
-HEADS = [8, 16, 64]
-TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
-REPLAYS = 30
+TOKENS = [1, 8, 32, 64, 128, 2048]
+HEADS = [8, 16, 32, 64, 128]
+QUICK = {"tokens": [1, 32, 2048], "heads": [8, 64], "dtype": ["bfloat16"]}
+#: Largest relative L2 error of a peer; some round more often than ours.
+PEER_TOLERANCE = 2e-2
+#: GPUs whose configurations are run here beside this GPU's own.
+OTHER_CAPABILITIES = [(12, 0), (8, 0)]
 
 
-def make_inputs(kv: torch.Tensor, num_tokens: int, num_heads: int) -> list[Inputs]:
-    """Return the arguments of the calls of one graph."""
-    dtype = kv.dtype
-    rows_read = min(num_tokens * NUM_TOPK, len(kv)) * (RANK + ROPE) * dtype.itemsize
-    l2 = torch.cuda.get_device_properties(0).L2_cache_size
-    num_requests = len(kv) // ROWS_PER_REQUEST
-    inputs = []
-    for _ in range(max(1, math.ceil(4 * l2 / rows_read))):
-        topk = torch.stack(
-            [
-                torch.randperm(ROWS_PER_REQUEST, device="cuda", dtype=torch.int32)[:NUM_TOPK]
-                + token % num_requests * ROWS_PER_REQUEST
-                for token in range(num_tokens)
-            ]
-        )
-        inputs.append(
-            Inputs(
-                q_nope=torch.randn(num_tokens, num_heads, RANK, dtype=dtype, device="cuda"),
-                q_pe=torch.randn(num_tokens, num_heads, ROPE, dtype=dtype, device="cuda"),
-                kv=kv,
-                topk=topk,
-                valid_count=torch.full((num_tokens,), NUM_TOPK, dtype=torch.int32, device="cuda"),
-            )
-        )
-    return inputs
+class WrongResultError(Exception):
+    """A kernel gives something else than the reference."""
 
 
-def triton_call(num_tokens: int, num_heads: int) -> Callable[[Inputs], torch.Tensor]:
-    """Return a call of the Triton kernel as the backend makes it."""
-    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    num_head_blocks = -(-num_heads // kernels.get_config(num_heads).block_h)
-    num_splits = kernels.get_num_splits(num_tokens, num_head_blocks, num_sms)
-    workspace = [torch.empty(shape, device="cuda") for shape in kernels.get_workspace_shapes(num_heads, num_sms)]
-    return lambda inputs: kernels.sparse_mla_attention(*inputs, num_splits=num_splits, workspace=workspace)[0]
-
-
-def native_call(num_tokens: int) -> Callable[[Inputs], torch.Tensor]:
-    """Return a call of FlashAttention 3 as FLASH_ATTN_MLA_SPARSE makes it."""
-    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
-
-    cu_seqlens_q = torch.arange(num_tokens + 1, dtype=torch.int32, device="cuda")
-    return lambda inputs: flash_attn_varlen_func(
-        q=inputs.q_pe,
-        k=inputs.kv[:, RANK:].unsqueeze(1).unsqueeze(1),
-        v=inputs.kv[:, :RANK].unsqueeze(1).unsqueeze(1),
-        q_v=inputs.q_nope,
-        max_seqlen_q=1,
-        cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_k=NUM_TOPK,
-        seqused_k=inputs.valid_count,
-        block_table=inputs.topk,
-        softmax_scale=inputs.sm_scale,
-        causal=True,
-        fa_version=3,
-    )
-
-
-def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((out.double() - expected).norm() / expected.norm()).item()
-
-
-def check(name: str, out: torch.Tensor, native: torch.Tensor, inputs: Inputs) -> float:
-    """Return the error against the reference on the first tokens, or end the run."""
-    few = slice(0, 32)
-    subset = Inputs(inputs.q_nope[few], inputs.q_pe[few], inputs.kv, inputs.topk[few], inputs.valid_count[few])
-    error = relative_error(out[few], sparse_mla_reference(subset)[0])
-    tolerance = TOLERANCE[out.dtype]
-    if error > tolerance or relative_error(out, native.double()) > 2 * tolerance:
-        sys.exit(f"{name}: wrong result, relative L2 error {error:.2e}")
+def check(name: str, out: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
+    """Return the relative L2 error."""
+    error = relative_error(out, expected)
+    if not error <= tolerance:  # NaN included
+        raise WrongResultError(f"{name}: relative L2 error {error:.2e}, allowed {tolerance:.0e}")
     return error
 
 
-def graph_time(call: Callable[[Inputs], torch.Tensor], inputs: list[Inputs]) -> float:
-    """Return the median time of one call in microseconds."""
-    call(inputs[0])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for each in inputs:
-            call(each)
-    times = []
-    for replay in range(REPLAYS + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if replay >= 3:
-            times.append(start.elapsed_time(end) * 1e3 / len(inputs))
-    return median(times)
+def capabilities() -> list[tuple[int, int]]:
+    """Return this GPU's compute capability, then those whose configurations are run as well."""
+    own = torch.cuda.get_device_capability()
+    return [own, *(other for other in OTHER_CAPABILITIES if other != own)]
+
+
+def configure(shape: Shape, capability: tuple[int, int]) -> tuple[Any, int]:
+    """Return the configuration that a GPU of `capability` uses, and the split count here."""
+    from benchmarks.kernels import configs
+
+    kv_format = configs.KVFormat(shape.kv)
+    config = configs.get_config(shape.tokens, shape.heads, kv_format, capability, shape.is_prefill)
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    return config, configs.get_num_splits(shape.tokens, shape.heads, NUM_TOPK, config, num_sms)
+
+
+def compile_shapes(task: tuple[str, str, int, list[int]]) -> str:
+    """Launch once whatever `measure` will launch for a KV format, dtype and head count, on few rows and tokens."""
+    from benchmarks.kernels import attend
+
+    kv, dtype, heads, tokens = task
+    pool = workload.make_pool(kv, DTYPES[dtype], 2 * NUM_TOPK)
+    failures = []
+    for shape in workload.shapes(tokens, [heads], [dtype], [kv]):
+        few = Shape(min(shape.tokens, 32), heads, dtype, kv, shape.indices, shape.is_prefill)
+        topk = torch.arange(NUM_TOPK, dtype=torch.int32, device="cuda").repeat(few.tokens, 1)
+        (inputs,) = workload.make_inputs(few, pool, [topk])
+        calls = [partial(attend, inputs, *configure(shape, one), shape.is_prefill) for one in capabilities()]
+        for peer in peers.PEERS:
+            try:
+                call = peer.make_call(few, pool, inputs)
+            except Exception:
+                continue  # `measure` meets it again and says so
+            if not isinstance(call, peers.Unavailable):
+                calls.append(partial(call, peers.dense_inputs(inputs) if peer.dense else inputs))
+        for call in calls:
+            try:
+                call()
+                torch.cuda.synchronize()
+            except Exception as error:
+                failures.append(f"{shape}: {error}")
+    return "; ".join(failures)
+
+
+class Benchmark:
+    """What the shapes of one run share: row lists, floors, earlier times, and why peers are missing."""
+
+    def __init__(self) -> None:
+        import triton
+
+        self.triton = triton.__version__
+        self.lists = Lists(torch.cuda.get_device_properties(0).L2_cache_size)
+        self.memory_floors: dict[tuple[int, str, str], float] = {}
+        self.times_16_bit: dict[tuple[Any, ...], float] = {}
+        self.left_out: dict[str, set[str]] = {}
+        self.failures: list[str] = []
+
+    def header(self) -> dict[str, Any]:
+        """Return what the rows of the result file have in common."""
+        rates = {name: round(timing.matmul_rate(dtype) / 1e12, 1) for name, dtype in DTYPES.items()}
+        return {
+            "matmul_tflops": rates,
+            "neighbour_overlap": self.lists.overlaps,
+            "peers_left_out": peers.never_run()
+            | {name: "; ".join(sorted(reasons)) for name, reasons in sorted(self.left_out.items())},
+            "failures": self.failures,
+        }
+
+    def measure(self, shape: Shape, pool: Pool) -> list[dict[str, Any]]:
+        """Return a row for this GPU's own configuration and for each of the other GPUs'."""
+        from benchmarks.kernels import attend, describe
+
+        lists = self.lists.of(shape)
+        inputs = workload.make_inputs(shape, pool, lists)
+        tokens = workload.some_tokens(shape.tokens)
+        expected = sparse_mla_reference(workload.only_tokens(inputs[0], tokens))[0]
+        peer_times, witness = self._peers(shape, pool, inputs, tokens)
+        natives = {peer.name: peer_times[peer.name] for peer in peers.PEERS if peer.native and peer.name in peer_times}
+        native = min(natives, key=natives.__getitem__, default=None)
+        floor, bound = self._floor(shape, pool, lists)
+
+        rows: list[dict[str, Any]] = []
+        times: dict[tuple[Any, int], tuple[float, float]] = {}  # GPUs may share a configuration
+        for capability in capabilities():
+            config, num_splits = configure(shape, capability)
+            if (config, num_splits) not in times:
+                try:
+                    call = partial(attend, config=config, num_splits=num_splits, is_prefill=shape.is_prefill)
+                    out = call(inputs[0])
+                    error = check("sparse_mla_attention", out[tokens.to("cuda")], expected, TOLERANCE[shape.dtype])
+                    if witness is not None:
+                        check("sparse_mla_attention against native", out, witness, 2 * TOLERANCE[shape.dtype])
+                    del out
+                    us = timing.graph_time([partial(call, one) for one in inputs])
+                except Exception as problem:
+                    self._fail(f"{shape} as on {capability}: {problem}")
+                    continue
+                times[config, num_splits] = us, error
+            us, error = times[config, num_splits]
+            rows.append(
+                self._row(shape, capability, us)
+                | {
+                    "native": native,
+                    "native_us": round(natives[native], 2) if native else None,
+                    "ratio": round(us / natives[native], 3) if native else None,
+                    "floor_us": round(floor, 2),
+                    "bound": bound,
+                    "share_of_floor": round(floor / us, 3),
+                    "relative_error": float(f"{error:.2e}"),
+                    "config": describe(config, num_splits),
+                    "triton": self.triton,
+                }
+            )
+        if rows:
+            rows[0]["peers"] = {name: round(us, 2) for name, us in peer_times.items()}
+        return rows
+
+    def _row(self, shape: Shape, capability: tuple[int, int], us: float) -> dict[str, Any]:
+        """Return the first columns of a row, and what 16-bit rows say to an fp8 one."""
+        row = {
+            "tokens": shape.tokens,
+            "heads": shape.heads,
+            "dtype": shape.dtype,
+            "kv": shape.kv,
+            "topk": NUM_TOPK,
+            "indices": shape.indices,
+            "table": table_section(capability),
+            "capability": "{}.{}".format(*capability),
+            "us": round(us, 2),
+        }
+        key = shape.tokens, shape.heads, shape.dtype, shape.indices, capability
+        if shape.kv == "16-bit":
+            self.times_16_bit[key] = us
+        elif key in self.times_16_bit:
+            row["ratio_to_16bit"] = round(us / self.times_16_bit[key], 3)
+        return row
+
+    def _fail(self, problem: str) -> None:
+        print(f"FAILED {problem}", flush=True)
+        self.failures.append(problem)
+
+    def _peers(
+        self, shape: Shape, pool: Pool, inputs: list[Inputs], tokens: torch.Tensor
+    ) -> tuple[dict[str, float], torch.Tensor | None]:
+        """Return the times of the peers that serve this shape, and what a native one gives for the first call."""
+        times: dict[str, float] = {}
+        witness = None
+        for peer in peers.PEERS:
+            try:
+                call = peer.make_call(shape, pool, inputs[0])
+                if isinstance(call, peers.Unavailable):
+                    self.left_out.setdefault(peer.name, set()).add(call.reason)
+                    continue
+                rows = peers.dense_rows(inputs[0]) if peer.dense else inputs[0]
+                expected = sparse_mla_reference(workload.only_tokens(rows, tokens))[0]
+                given = [peers.dense_inputs(one) for one in inputs] if peer.dense else inputs
+                out = call(given[0])
+                check(peer.name, out[tokens.to("cuda")], expected, PEER_TOLERANCE)
+                if peer.native and witness is None:
+                    witness = out.double()
+                del out
+                times[peer.name] = timing.graph_time([partial(call, one) for one in given])
+            except Exception as error:  # not our kernel: it is left out, by name
+                reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                print(f"{shape} without {peer.name}: {reason}", flush=True)
+                self.left_out.setdefault(peer.name, set()).add(reason)
+        return times, witness
+
+    def _floor(self, shape: Shape, pool: Pool, lists: list[torch.Tensor]) -> tuple[float, str]:
+        """Return the microseconds below which no kernel can be, and what sets them."""
+        key = shape.tokens, shape.kv, shape.indices
+        if key not in self.memory_floors:
+            self.memory_floors[key] = timing.memory_floor(pool.rows, lists)
+        memory = self.memory_floors[key]
+        compute = timing.compute_floor(shape, timing.matmul_rate(DTYPES[shape.dtype]))
+        return (memory, "memory") if memory >= compute else (compute, "compute")
+
+
+def table_section(capability: tuple[int, int]) -> str:
+    """Return the section of the configuration table that a GPU of `capability` uses."""
+    from benchmarks.kernels import TABLE
+
+    name = "{}.{}".format(*capability)
+    return name if name in json.loads(TABLE.read_text()) else "default"
+
+
+def summary(row: dict[str, Any]) -> str:
+    """Return a row as a line of progress."""
+    shape = f"{row['tokens']} x {row['heads']} {row['dtype']} {row['kv']} {row['indices']}"
+    native = f", {row['ratio']:.2f} of {row['native']}" if row["native"] else ""
+    return (
+        f"{shape}, as on {row['capability']}: {row['us']} us{native}, "
+        f"{row['share_of_floor']:.0%} of the {row['bound']} floor"
+    )
+
+
+def parse() -> tuple[argparse.Namespace, Path | None]:
+    """Return the options and the file to write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", help=f"above 512 a prefill; default {TOKENS}")
+    parser.add_argument("--heads", type=int, nargs="+", help=f"default {HEADS}")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="of the query and of a 16-bit KV cache")
+    parser.add_argument("--kv", nargs="+", choices=ROW_BYTES, help="KV cache formats")
+    parser.add_argument("--quick", action="store_true", help="a few shapes in bfloat16")
+    parser.add_argument("--results", type=Path, help="folder for sparse-mla-<gpu>.json, of a run of all shapes only")
+    parser.add_argument("--output", type=Path, help="file to write, of any run")
+    args = parser.parse_args()
+    is_partial = args.quick or any(value is not None for value in (args.tokens, args.heads, args.dtype, args.kv))
+    if args.results and is_partial:
+        parser.error("a run of some shapes would replace the results of all: write it with --output FILE")
+    if args.results and args.output:
+        parser.error("--results or --output, not both")
+    if not torch.cuda.is_available():
+        sys.exit("error: no CUDA GPU here\ncure: run it on a machine with one (docs/bench.md)")
+    quick = QUICK if args.quick else {}
+    args.tokens = args.tokens or quick.get("tokens", TOKENS)
+    args.heads = args.heads or quick.get("heads", HEADS)
+    args.dtype = args.dtype or quick.get("dtype", list(DTYPES))
+    args.kv = [kv for kv in ROW_BYTES if not args.kv or kv in args.kv]  # 16-bit first: fp8 is compared with it
+    return args, args.results / f"sparse-mla-{gpu_slug()}.json" if args.results else args.output
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--results", type=Path, help="folder to write the JSON file to")
-    args = parser.parse_args()
+    args, output = parse()
+    start = time.monotonic()
+    tasks = [(kv, dtype, heads, args.tokens) for kv in args.kv for dtype in args.dtype for heads in args.heads]
+    print(f"compiling for {len(tasks)} combinations of KV format, dtype and head count", flush=True)
+    try:
+        for done, (task, failures) in enumerate(in_processes(compile_shapes, tasks), start=1):
+            print(f"{done}/{len(tasks)} compiled: {task[:3]} {failures}", flush=True)
+    except Exception as error:
+        print(f"what is not compiled yet is compiled while timing: {error!r}", flush=True)
+    print(f"{time.monotonic() - start:.0f} s; now timing", flush=True)
 
     torch.manual_seed(0)
-    rows = []
-    for dtype in TOLERANCE:
-        for num_tokens in DECODE_TOKENS + PREFILL_TOKENS:
-            num_requests = num_tokens if num_tokens in DECODE_TOKENS else 1
-            kv = torch.randn(num_requests * ROWS_PER_REQUEST, RANK + ROPE, dtype=dtype, device="cuda")
-            for num_heads in HEADS:
-                inputs = make_inputs(kv, num_tokens, num_heads)
-                triton, native = triton_call(num_tokens, num_heads), native_call(num_tokens)
-                name = f"{num_tokens} x {num_heads} {dtype}"
-                error = check(name, triton(inputs[0]), native(inputs[0]), inputs[0])
-                triton_us, native_us = graph_time(triton, inputs), graph_time(native, inputs)
-                rows.append(
-                    {
-                        "tokens": num_tokens,
-                        "heads": num_heads,
-                        "dtype": str(dtype).removeprefix("torch."),
-                        "triton_us": round(triton_us, 1),
-                        "native_us": round(native_us, 1),
-                        "ratio": round(triton_us / native_us, 3),
-                        "relative_error": float(f"{error:.2e}"),
-                    }
-                )
-                print(rows[-1], flush=True)
-    if args.results:
-        write_results(args.results / f"sparse-mla-{gpu_slug()}.json", rows)
+    benchmark = Benchmark()
+    rows: list[dict[str, Any]] = []
+    # Rows are kept as they come, but take the place of earlier results only when all are there.
+    unfinished = output.with_suffix(".partial.json") if output else None
+    every = workload.shapes(args.tokens, args.heads, args.dtype, args.kv)
+    for (kv, dtype), shapes in groupby(every, key=lambda shape: (shape.kv, shape.dtype)):
+        pool = workload.make_pool(kv, DTYPES[dtype], NUM_ROWS)
+        for shape in shapes:
+            for row in benchmark.measure(shape, pool):
+                rows.append(row)
+                print(summary(row), flush=True)
+            if unfinished:
+                write_results(unfinished, rows, **benchmark.header())
+        del pool  # before the next one is made
+    print(f"{len(rows)} rows in {time.monotonic() - start:.0f} s", flush=True)
+    if benchmark.failures:
+        sys.exit("\n".join(["error: wrong or failing results, see above:", *benchmark.failures]))
+    if unfinished and output:
+        unfinished.replace(output)
+        print(f"written: {output}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,19 @@
-"""Result files: what was measured, on which hardware, with which versions."""
+"""Result files: what was measured, on which hardware, with which versions, of which commit, when."""
 
 import json
+import os
 import platform
+import subprocess
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+ROOT = Path(__file__).parents[2]
+#: Names the commit where the working tree has no history, as a copy has none.
+COMMIT_VARIABLE = "VLLM_SM120_COMMIT"
 
 
 def environment() -> dict[str, Any]:
@@ -25,15 +32,32 @@ def environment() -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "python": platform.python_version(),
         },
+        "commit": commit(),
+        "date": date.today().isoformat(),
     }
 
 
-def write_results(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows with their environment as JSON, one row a line."""
-    head = json.dumps(environment(), indent=2).removesuffix("\n}")
+def commit(root: Path = ROOT) -> str:
+    """Return the commit of the working tree, with "-dirty" where tracked files differ from it."""
+    if named := os.environ.get(COMMIT_VARIABLE):
+        return named
+    if not (root / ".git").exists():  # else git would look for a repository around it
+        return f"unknown: no .git here, and {COMMIT_VARIABLE} is not set"
+    command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"unknown: {error}"
+
+
+def write_results(path: Path, rows: list[dict[str, Any]], **header: Any) -> None:
+    """Write rows with their environment and what `header` adds as JSON, one row a line, all or nothing."""
+    head = json.dumps(environment() | header, indent=2).removesuffix("\n}")
     body = ",\n".join(f"    {json.dumps(row)}" for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{head},\n  "rows": [\n{body}\n  ]\n}}\n')
+    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished.write_text(f'{head},\n  "rows": [\n{body}\n  ]\n}}\n')
+    unfinished.replace(path)
 
 
 def gpu_slug() -> str:

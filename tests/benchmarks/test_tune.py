@@ -1,0 +1,118 @@
+"""The tuner, as far as it needs no GPU."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import tune
+from benchmarks.config_table import FORMATS, KINDS
+from tests.kernels.overlay import OVERLAY
+
+ROOT = OVERLAY.parent
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("heads", tune.HEADS)
+def test_every_cell_has_candidates_that_default_rows_may_use(kv_format: str, kind: str, heads: int) -> None:
+    kernels = tune.kernels_for(kv_format, kind, heads, tune.DEFAULT_MAX_BLOCK_H)
+    assert len(kernels) == len(set(kernels)) >= 4
+    assert all(kernel.block_h <= 32 for kernel in kernels)
+    assert all(kernel.block_h // kernel.group >= 8 for kernel in kernels), "a head block of the smallest tile"
+    assert kind == "prefill" or all(kernel.group == 1 for kernel in kernels), "decoding tokens share no rows"
+
+
+def test_first_variant_is_the_timed_one_and_all_formats_are_tried() -> None:
+    assert tune.VARIANTS["16-bit"][0] == ("bfloat16", "16-bit")
+    assert set(tune.VARIANTS["fp8"]) == {
+        (dtype, kv) for dtype in ("bfloat16", "float16") for kv in ("fp8_ds_mla", "fp8_e4m3")
+    }
+
+
+def usage_on_sm89() -> tuple[int, int]:
+    """Compile a kernel for another GPU and return what it uses where memory is small."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from benchmarks.timing import gather_kernel
+
+    seen = []
+    triton.knobs.compilation.listener = lambda *, src, metadata, **_: seen.append((src, metadata))
+    names = gather_kernel.arg_names
+    pointers = dict.fromkeys(("kv_ptr", "topk_ptr", "out_ptr"), "*i32")
+    signature = {name: pointers.get(name, "i32") for name in names[:4]} | dict.fromkeys(names[4:], "constexpr")
+    source = ASTSource(gather_kernel, signature, {(4,): 288, (5,): 64}, {(0,): [["tt.divisibility", 16]]})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    triton.knobs.compilation.listener = None
+    ((source, metadata),) = seen
+    assert source.fn is gather_kernel
+    return tune.small_gpu_usage(source, metadata)
+
+
+def test_a_kernel_is_compiled_again_for_the_gpus_with_small_memory(compiler):
+    spilled, shared = compiler.submit(usage_on_sm89).result()
+    assert spilled == 0
+    assert 0 < shared <= tune.SMALL_SHARED
+
+
+def test_registers_that_spill_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    compiled = SimpleNamespace(metadata=SimpleNamespace(shared=4), asm={"cubin": b""})
+    monkeypatch.setattr(triton, "compile", lambda *_, **__: compiled)
+    metadata = {"num_warps": 4, "num_stages": 2, "maxnreg": None}
+    for stack, local in [(0, 0), (16, 0), (0, 8)]:
+        output = SimpleNamespace(stdout=f"Function f: REG:255 STACK:{stack} SHARED:0 LOCAL:{local} TEXTURE:0")
+        monkeypatch.setattr(tune.subprocess, "run", lambda *_, output=output, **__: output)
+        assert tune.small_gpu_usage(None, metadata) == (stack + local, 4)
+
+
+def test_an_sm_runs_as_many_programs_as_the_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def outcomes(function, trials):
+        usage = [("", 0), ("", 90_000), ("", 40_000), ("too large", 200_000)]
+        return [(trial, tune.Outcome(*each)) for trial, each in zip(trials, usage, strict=True)]
+
+    monkeypatch.setattr(tune, "in_processes", outcomes)
+    kernels = tune.kernels_for("16-bit", "decode", 8, 32)[:4]
+    trials = [tune.Trial(kernel, "16-bit", (), (12, 0), None) for kernel in kernels]
+    assert list(tune.fitting(trials).values()) == [tune.PROGRAMS_PER_SM[-1], 1, 2]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.tune", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_some_cells_do_not_replace_the_rows_of_all() -> None:
+    result = run("--heads", "8")
+    assert result.returncode == 2
+    assert "--dry-run" in result.stderr
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["tune"])
+    with pytest.raises(SystemExit, match=r"no CUDA GPU here\ncure: "):
+        tune.main()
+
+
+@pytest.mark.parametrize(("table", "shared"), [([], None), (["--table", "default"], tune.SMALL_SHARED)])
+def test_default_rows_fit_small_shared_memory(monkeypatch: pytest.MonkeyPatch, table: list[str], shared: int) -> None:
+    monkeypatch.setattr(tune.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["tune", *table])
+    assert tune.parse().max_shared == shared
+
+
+def test_a_prefill_is_timed_long_and_short_with_random_and_shared_rows() -> None:
+    tuner = object.__new__(tune.Tuner)
+    tuner.dtype, tuner.kv = tune.VARIANTS["fp8"][0]
+    shapes = tuner.shapes("prefill", (8, 2048))
+    assert {(shape.tokens, shape.indices) for shape in shapes} == {
+        (tokens, indices) for tokens in (512, 2048) for indices in ("random", "overlap")
+    }
+    assert all(shape.is_prefill and shape.kv == "fp8_ds_mla" for shape in shapes)
+    (shape,) = tuner.shapes("decode", (8, 512))
+    assert (shape.tokens, shape.is_prefill) == (512, False)
