@@ -1,19 +1,70 @@
-"""Options and the skip reason of the tests that need a GPU."""
+"""Options, skip reasons, and what the engine tests share: one model, its reference, the engines, the results."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from tests.gpu.engine import Engines, Run
+from tests.gpu.results import gpu_slug, write_results
+from tests.gpu.tiny_glm import Reference, make_model
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", type=Path, help="folder to write measurements to, as JSON")
     parser.addoption("--stock-site", type=Path, help="folder that holds the unpatched vLLM")
+    parser.addoption("--engines", type=int, help="how many engines run at a time (one for two CPU cores, at most 8)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "two_gpus: needs two CUDA GPUs")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        elif item.get_closest_marker("two_gpus") and torch.cuda.device_count() < 2:
+            item.add_marker(pytest.mark.skip(reason="needs two CUDA GPUs"))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> tuple[Path, Reference]:
+    """The folder of the tiny GLM-5, and what it computes in float32."""
+    path = tmp_path_factory.mktemp("tiny-glm")
+    return path, Reference(make_model(path).cuda())
+
+
+@pytest.fixture(scope="session")
+def reference(model) -> Reference:
+    return model[1]
+
+
+@pytest.fixture(scope="session")
+def engines(request, model, tmp_path_factory) -> Iterator[Engines]:
+    """The engines. Those that the selected tests name in their parameters start at once."""
+    workers = request.config.getoption("--engines", None) or max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+    engines = Engines(
+        model[0], tmp_path_factory.mktemp("engines"), workers, request.config.getoption("--stock-site", None)
+    )
+    engines.start(run for item in request.session.items for run in _runs_of(item) if engines.can_run(run))
+    yield engines
+    engines.close()
+
+
+def _runs_of(item: pytest.Item) -> list[Run]:
+    if item.get_closest_marker("skip") or not hasattr(item, "callspec"):
+        return []
+    return [value for value in item.callspec.params.values() if isinstance(value, Run)]
+
+
+@pytest.fixture(scope="session")
+def rows(request) -> Iterator[list[dict[str, Any]]]:
+    """Accuracy measurements, written to --results at the end."""
+    rows: list[dict[str, Any]] = []
+    yield rows
+    if (results := request.config.getoption("--results", None)) and rows:
+        write_results(results / f"engine-{gpu_slug()}.json", rows)
