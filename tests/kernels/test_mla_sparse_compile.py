@@ -27,8 +27,9 @@ VARIANTS = {
         "bf16-e4m3-split": ("fp8_e4m3", "bf16", "fp32", 64),
     },
 }
-# The rows of "default" are chosen to spill nothing where they are meant to run.
-MAX_SPILLED_BYTES = {arch: 128 if arch == 90 else 0 for arch in SHARED_MEMORY}
+# The rows of "default" are chosen to spill nothing where they are meant to run. SM90's own are the fastest measured,
+# and those for 64 heads spill a little.
+MAX_SPILLED_BYTES = {arch: 192 if arch == 90 else 0 for arch in SHARED_MEMORY}
 
 
 def tiles(section: str, kv_format: str) -> list[tuple]:
