@@ -40,6 +40,11 @@ TILES = {
     "16-bit": [(32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 4, 3), (32, 8, 2), (64, 8, 2), (32, 4, 2, 128)],
     "fp8": [(32, 4, 2), (32, 4, 3), (64, 4, 2), (32, 8, 2), (64, 8, 2), (64, 8, 3), (32, 4, 2, 168)],
 }
+#: The same with heads in the columns, for the matrix instructions of SM90, which have 64 rows: keys and values.
+KEYS_FIRST_TILES = {
+    "16-bit": [(64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 8, 1)],
+    "fp8": [(64, 4, 2), (64, 8, 2)],
+}
 #: Rows of the query tile and tokens per program, by head count.
 QUERY_TILES = {
     "decode": {
@@ -75,15 +80,24 @@ DEFAULT_CAPABILITY = (12, 0)
 DEFAULT_MAX_BLOCK_H = 32
 
 
-def kernels_for(kv_format: str, kind: str, heads: int, max_block_h: int) -> list[Candidate]:
+def kernels_for(kv_format: str, kind: str, heads: int, *, is_default: bool, is_sm90: bool = False) -> list[Candidate]:
     """Return the kernels to try for a head count, without those that spill for certain."""
+    query_tiles = QUERY_TILES[kind][heads]
     candidates = [
         Candidate(block_h, *tile[:3], programs_per_sm=0, group=group, maxnreg=(*tile, 0)[3])
-        for block_h, group in QUERY_TILES[kind][heads]
+        for block_h, group in query_tiles
         for tile in TILES[kv_format]
+        # There are 512 accumulators a row, so four warps do not hold 32 rows.
+        if block_h <= (16 if tile[1] == 4 else DEFAULT_MAX_BLOCK_H if is_default else 128)
     ]
-    # There are 512 accumulators a row, so four warps do not hold 32 rows.
-    return [one for one in candidates if one.block_h <= (16 if one.num_warps == 4 else max_block_h)]
+    if is_sm90 and not is_default:
+        candidates += [
+            Candidate(block_h, *tile, programs_per_sm=0, group=group, keys_first=True)
+            for block_h, group in query_tiles
+            for tile in KEYS_FIRST_TILES[kv_format]
+            if block_h <= 32
+        ]
+    return candidates
 
 
 @dataclass(frozen=True)
@@ -293,9 +307,11 @@ def tune_format(kv_format: str, args: argparse.Namespace) -> dict[str, list[dict
     start = time.monotonic()
     is_default = args.table == "default"
     capability = DEFAULT_CAPABILITY if is_default else torch.cuda.get_device_capability()
-    max_block_h = DEFAULT_MAX_BLOCK_H if is_default else 128
+    is_sm90 = capability[0] == 9
     wanted = {
-        (kind, heads): kernels_for(kv_format, kind, heads, max_block_h) for kind in args.kind for heads in args.heads
+        (kind, heads): kernels_for(kv_format, kind, heads, is_default=is_default, is_sm90=is_sm90)
+        for kind in args.kind
+        for heads in args.heads
     }
     kernels = sorted({kernel for several in wanted.values() for kernel in several})
 

@@ -17,11 +17,22 @@ ROOT = OVERLAY.parent
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("heads", tune.HEADS)
 def test_every_cell_has_candidates_that_default_rows_may_use(kv_format: str, kind: str, heads: int) -> None:
-    kernels = tune.kernels_for(kv_format, kind, heads, tune.DEFAULT_MAX_BLOCK_H)
+    kernels = tune.kernels_for(kv_format, kind, heads, is_default=True)
     assert len(kernels) == len(set(kernels)) >= 4
     assert all(kernel.block_h <= 32 for kernel in kernels)
     assert all(kernel.block_h // kernel.group >= 8 for kernel in kernels), "a head block of the smallest tile"
     assert kind == "prefill" or all(kernel.group == 1 for kernel in kernels), "decoding tokens share no rows"
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_keys_come_first_on_sm90_only(kv_format: str) -> None:
+    def keys_first(**options: bool) -> list[tune.Candidate]:
+        kernels = tune.kernels_for(kv_format, "decode", 8, **options)
+        return [kernel for kernel in kernels if kernel.keys_first]
+
+    assert keys_first(is_default=False, is_sm90=True)
+    assert not keys_first(is_default=True, is_sm90=True)
+    assert not keys_first(is_default=False)
 
 
 def test_first_variant_is_the_timed_one_and_all_formats_are_tried() -> None:
@@ -76,7 +87,7 @@ def test_an_sm_runs_as_many_programs_as_the_smaller_one(monkeypatch: pytest.Monk
         return [(trial, tune.Outcome(*each)) for trial, each in zip(trials, usage, strict=True)]
 
     monkeypatch.setattr(tune, "in_processes", outcomes)
-    kernels = tune.kernels_for("16-bit", "decode", 8, 32)[:4]
+    kernels = tune.kernels_for("16-bit", "decode", 8, is_default=True)[:4]
     trials = [tune.Trial(kernel, "16-bit", (), (12, 0), None) for kernel in kernels]
     assert list(tune.fitting(trials).values()) == [tune.PROGRAMS_PER_SM[-1], 1, 2]
 

@@ -13,7 +13,7 @@ from tests.kernels.compilation import SHARED_MEMORY, Binary, compile_kernel
 from tests.kernels.overlay import OVERLAY, load_overlay
 
 TABLE = json.loads((OVERLAY / "vllm/v1/attention/ops/triton_mla_sparse_configs.json").read_text())
-TILE = ("block_h", "block_n", "num_warps", "num_stages", "group", "maxnreg")
+TILE = ("block_h", "block_n", "num_warps", "num_stages", "group", "keys_first", "maxnreg")
 # format of the table -> name -> KV format, model dtype, output dtype, RoPE width
 VARIANTS = {
     "16-bit": {
@@ -35,7 +35,7 @@ MAX_SPILLED_BYTES = {arch: 192 if arch == 90 else 0 for arch in SHARED_MEMORY}
 def tiles(section: str, kv_format: str) -> list[tuple]:
     """Return the different kernels of a section of the table."""
     rows = [row for kind in ("decode", "prefill") for row in TABLE[section][kv_format][kind]]
-    usual = {"group": 1, "maxnreg": None}
+    usual = {"group": 1, "keys_first": False, "maxnreg": None}
     return sorted({tuple(row.get(name, usual.get(name)) for name in TILE) for row in rows}, key=str)
 
 
@@ -96,6 +96,7 @@ def compile_attention(arch: int, table_format: str, variant: str, tile: tuple) -
             "GROUP": config["group"],
             "BLOCK_H": config["block_h"],
             "BLOCK_N": config["block_n"],
+            "KEYS_FIRST": config["keys_first"],
             "LAUNCH_PDL": out_dtype == "fp32" and arch >= 90,
         },
         num_warps=config["num_warps"],

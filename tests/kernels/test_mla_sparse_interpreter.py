@@ -196,7 +196,7 @@ def test_scores_beyond_the_range_of_float16(interpreter):
 
 def check_given_workspace(num_tokens: int) -> None:
     """Scratch that holds NaN, and too many rows for this launch."""
-    num_heads, num_topk, num_sms = 20, 96, 6
+    num_heads, num_topk, num_sms = 20, 96, 24
     inputs = make_inputs([70, 5, 33][:num_tokens], num_heads, num_topk)
     c = configs()
     config = c.get_config(num_tokens, num_heads, c.KVFormat.MODEL, (12, 0))
@@ -212,28 +212,41 @@ def test_given_workspace(interpreter, num_tokens):
     interpreter.submit(check_given_workspace, num_tokens).result()
 
 
-def pair_config(block_h: int = 16):
-    return configs().SparseMLAConfig(block_h, 32, 4, 2, programs_per_sm=1, group=2)
+def check_keys_first(num_heads: int, num_splits: int, kv_format: str) -> None:
+    """The scores and accumulators of SM90's configurations are the transposes of the others'."""
+    inputs = make_inputs([70, 0, 96], num_heads, 96, kv_format=kv_format)
+    config = configs().SparseMLAConfig(16, 32, 4, 2, programs_per_sm=1, keys_first=True)
+    assert_matches_reference(*attention(inputs, num_splits, config=config), inputs)
 
 
-def check_pairs(counts: list[int], num_heads: int, num_splits: int, kv_format: str) -> None:
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize(("num_heads", "num_splits"), [(11, 1), (20, 3)])
+def test_keys_first(interpreter, num_heads, num_splits, kv_format):
+    interpreter.submit(check_keys_first, num_heads, num_splits, kv_format).result()
+
+
+def pair_config(keys_first: bool = False):
+    return configs().SparseMLAConfig(16, 32, 4, 2, programs_per_sm=1, group=2, keys_first=keys_first)
+
+
+def check_pairs(counts: list[int], num_heads: int, num_splits: int, kv_format: str, keys_first: bool) -> None:
     inputs = make_inputs(counts, num_heads, 64, num_rows=80, kv_format=kv_format)
     # A row that one token lists twice counts twice, whether the other has it or not.
     inputs.topk[0, 3] = inputs.topk[0, 4]
     inputs.topk[1, 5] = inputs.topk[1, 6] = inputs.topk[0, 7]
     inputs.topk[0, 9] = -1
-    out = attention(inputs, num_splits, config=pair_config())
+    out = attention(inputs, num_splits, config=pair_config(keys_first))
     assert_matches_reference(*out, inputs)
 
 
-@pytest.mark.parametrize("kv_format", ["16-bit", "fp8_ds_mla"])
+@pytest.mark.parametrize(("kv_format", "keys_first"), [("16-bit", False), ("16-bit", True), ("fp8_ds_mla", False)])
 @pytest.mark.parametrize(
     ("counts", "num_heads", "num_splits"),
     [([64, 60], 8, 1), ([20, 64, 0, 33, 10], 5, 1), ([64, 8, 0, 0], 8, 3)],
 )
-def test_pairs_of_tokens(interpreter, counts, num_heads, num_splits, kv_format):
+def test_pairs_of_tokens(interpreter, counts, num_heads, num_splits, kv_format, keys_first):
     """Two tokens a program, over the union of their lists; the last token may be alone."""
-    interpreter.submit(check_pairs, counts, num_heads, num_splits, kv_format).result()
+    interpreter.submit(check_pairs, counts, num_heads, num_splits, kv_format, keys_first).result()
 
 
 def check_long_prefill() -> None:
@@ -317,11 +330,12 @@ def check_split_policy(num_sms: int) -> None:
         num_partials = c.get_workspace_specs(700, num_heads, num_topk, num_sms, kv_format, (12, 0))[0][0][0]
         # Partial results stay below 4 launches that fill the GPU.
         assert num_partials <= 4 * 4 * num_sms * 128
-        for num_tokens in range(1, 701):
-            config = c.get_config(num_tokens, num_heads, kv_format, (12, 0))
-            splits = c.get_num_splits(num_tokens, num_heads, num_topk, config, num_sms)
-            assert 1 <= splits <= c.MAX_SPLITS
-            assert splits == 1 or num_tokens * num_heads * splits <= num_partials
+        # The rest of a long prefill may be of any size, with the prefill's configuration.
+        for config in c.get_reachable_configs(num_heads, kv_format, (12, 0)):
+            for num_tokens in range(1, 701):
+                splits = c.get_num_splits(num_tokens, num_heads, num_topk, config, num_sms)
+                assert 1 <= splits <= c.MAX_SPLITS
+                assert splits == 1 or num_tokens * num_heads * splits <= num_partials
     one_token = c.get_config(1, 8, c.KVFormat.MODEL, (12, 0))
     assert c.get_num_splits(1, 8, 2048, one_token, num_sms) == c.MAX_SPLITS
 

@@ -184,6 +184,40 @@ def _load_rope(
         return tl.load(rope_ptr[:, None] + offsets, mask=mask, other=0.0).to(DTYPE)
 
 
+@triton.jit
+def _dot_qk(q, k, acc, KEYS_FIRST: tl.constexpr):
+    """Return acc + q k^T [H, N], or its transpose. q is [H, D], k is [N, D]."""
+    if KEYS_FIRST:
+        return tl.dot(k, tl.trans(q), acc)
+    else:
+        return tl.dot(q, tl.trans(k), acc)
+
+
+@triton.jit
+def _dot_pv(p, v, acc, KEYS_FIRST: tl.constexpr):
+    """Return acc + p v [H, D], or its transpose. p is as `_dot_qk` gives it."""
+    if KEYS_FIRST:
+        return tl.dot(tl.trans(v), p, acc)
+    else:
+        return tl.dot(p, v, acc)
+
+
+@triton.jit
+def _per_head(values, KEYS_FIRST: tl.constexpr):
+    """Return [H] values so that they broadcast over scores or accumulators."""
+    if KEYS_FIRST:
+        return values[None, :]
+    else:
+        return values[:, None]
+
+
+@triton.jit
+def _store_tile(out, tile, mask, KEYS_FIRST: tl.constexpr):
+    if KEYS_FIRST:
+        tile = tl.trans(tile)
+    tl.store(out, tile.to(out.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_heads", "list_width"])
 def sparse_mla_kernel(
     q_nope_ptr,  # fp16/bf16 [T, H, 512], unit last stride
@@ -210,6 +244,10 @@ def sparse_mla_kernel(
     GROUP: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    # Scores and accumulators with heads in columns: SM90's matrix instructions
+    # have 64 rows, which keys and values fill and a few heads do not, and they
+    # read both operands from shared memory.
+    KEYS_FIRST: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):
     # grid: (token groups * head blocks, splits). The head blocks of one group
@@ -254,10 +292,15 @@ def sparse_mla_kernel(
         qr = tl.load(q_pe + tl.arange(0, _ROPE)[None, :], mask=mask_h, other=0.0)
     DTYPE: tl.constexpr = q_nope_ptr.dtype.element_ty
 
-    acc0 = tl.zeros([BLOCK_H, _TILE], tl.float32)
-    acc1 = tl.zeros([BLOCK_H, _TILE], tl.float32)
-    acc2 = tl.zeros([BLOCK_H, _TILE], tl.float32)
-    acc3 = tl.zeros([BLOCK_H, _TILE], tl.float32)
+    KEY_AXIS: tl.constexpr = 0 if KEYS_FIRST else 1
+    SCORE_ROWS: tl.constexpr = BLOCK_N if KEYS_FIRST else BLOCK_H
+    SCORE_COLUMNS: tl.constexpr = BLOCK_H if KEYS_FIRST else BLOCK_N
+    ACC_ROWS: tl.constexpr = _TILE if KEYS_FIRST else BLOCK_H
+    ACC_COLUMNS: tl.constexpr = BLOCK_H if KEYS_FIRST else _TILE
+    acc0 = tl.zeros([ACC_ROWS, ACC_COLUMNS], tl.float32)
+    acc1 = tl.zeros([ACC_ROWS, ACC_COLUMNS], tl.float32)
+    acc2 = tl.zeros([ACC_ROWS, ACC_COLUMNS], tl.float32)
+    acc3 = tl.zeros([ACC_ROWS, ACC_COLUMNS], tl.float32)
     row_max = tl.full([BLOCK_H], _MASKED, tl.float32)
     row_sum = tl.zeros([BLOCK_H], tl.float32)
     # exp2 is the hardware's exponential. Scaling after the fp32 dot keeps q . k
@@ -273,14 +316,16 @@ def sparse_mla_kernel(
         next_entries = tl.load(row_list + next_n, mask=next_n < end, other=-1)
 
         used = entries >= 0
+        used_keys = used[:, None] if KEYS_FIRST else used[None, :]
         if GROUP == 1:
             rows = entries
-            allowed = used[None, :]
+            allowed = used_keys
         else:
             # An entry of a union is its row and, in the low bits, its tokens.
             rows = entries >> 2
-            allowed = (entries[None, :] >> member[:, None]) & 1 != 0
-            allowed = allowed & used[None, :]
+            bits = entries[:, None] if KEYS_FIRST else entries[None, :]
+            allowed = (bits >> _per_head(member, KEYS_FIRST)) & 1 != 0
+            allowed = allowed & used_keys
         # rows * stride passes 2^31 in a cache of 3.7 million tokens.
         row_ptr = kv_ptr + rows.to(tl.int64) * KV_STRIDE
         k0 = _load_latent(row_ptr, used, 0, DTYPE, KV_FORMAT)
@@ -289,25 +334,30 @@ def sparse_mla_kernel(
         k3 = _load_latent(row_ptr, used, 3, DTYPE, KV_FORMAT)
 
         # Two chains of dependent matrix instructions, half as long as one.
-        scores = tl.dot(q1, tl.trans(k1), tl.dot(q0, tl.trans(k0)))
-        other = tl.dot(q3, tl.trans(k3), tl.dot(q2, tl.trans(k2)))
+        zeros = tl.zeros([SCORE_ROWS, SCORE_COLUMNS], tl.float32)
+        scores = _dot_qk(q0, k0, zeros, KEYS_FIRST)
+        scores = _dot_qk(q1, k1, scores, KEYS_FIRST)
+        other = _dot_qk(q2, k2, zeros, KEYS_FIRST)
+        other = _dot_qk(q3, k3, other, KEYS_FIRST)
         if HAS_ROPE:
             kr = _load_rope(row_ptr, used, DTYPE, KV_FORMAT)
-            other = tl.dot(qr, tl.trans(kr), other)
+            other = _dot_qk(qr, kr, other, KEYS_FIRST)
         scores = (scores + other) * scale_log2
 
         scores = tl.where(allowed, scores, _MASKED)
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        new_max = tl.maximum(row_max, tl.max(scores, KEY_AXIS))
         rescale = tl.exp2(row_max - new_max)
-        probs = tl.where(allowed, tl.exp2(scores - new_max[:, None]), 0.0)
-        row_sum = row_sum * rescale + tl.sum(probs, 1)
+        rescale_heads = _per_head(rescale, KEYS_FIRST)
+        probs = tl.exp2(scores - _per_head(new_max, KEYS_FIRST))
+        probs = tl.where(allowed, probs, 0.0)
+        row_sum = row_sum * rescale + tl.sum(probs, KEY_AXIS)
         row_max = new_max
 
         p = probs.to(DTYPE)
-        acc0 = tl.dot(p, k0, acc0 * rescale[:, None])
-        acc1 = tl.dot(p, k1, acc1 * rescale[:, None])
-        acc2 = tl.dot(p, k2, acc2 * rescale[:, None])
-        acc3 = tl.dot(p, k3, acc3 * rescale[:, None])
+        acc0 = _dot_pv(p, k0, acc0 * rescale_heads, KEYS_FIRST)
+        acc1 = _dot_pv(p, k1, acc1 * rescale_heads, KEYS_FIRST)
+        acc2 = _dot_pv(p, k2, acc2 * rescale_heads, KEYS_FIRST)
+        acc3 = _dot_pv(p, k3, acc3 * rescale_heads, KEYS_FIRST)
 
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -317,18 +367,17 @@ def sparse_mla_kernel(
     norm = 1.0 / tl.where(is_empty, 1.0, row_sum)
     if KV_FORMAT == _FP8:
         norm *= kv_scale
-    norm = norm[:, None]
+    norm = _per_head(norm, KEYS_FIRST)
     lse = (row_max + tl.log2(row_sum)) * _LOGE2
     lse = tl.where(is_empty, float("-inf"), lse)
 
     out_rows = (token * num_heads + head) * num_splits + split
     tl.store(lse_ptr + out_rows, lse, mask=mask_q)
     out = out_ptr + out_rows[:, None] * _RANK + offs_d[None, :]
-    out_dtype = out_ptr.dtype.element_ty
-    tl.store(out, (acc0 * norm).to(out_dtype), mask=mask_h)
-    tl.store(out + _TILE, (acc1 * norm).to(out_dtype), mask=mask_h)
-    tl.store(out + 2 * _TILE, (acc2 * norm).to(out_dtype), mask=mask_h)
-    tl.store(out + 3 * _TILE, (acc3 * norm).to(out_dtype), mask=mask_h)
+    _store_tile(out, acc0 * norm, mask_h, KEYS_FIRST)
+    _store_tile(out + _TILE, acc1 * norm, mask_h, KEYS_FIRST)
+    _store_tile(out + 2 * _TILE, acc2 * norm, mask_h, KEYS_FIRST)
+    _store_tile(out + 3 * _TILE, acc3 * norm, mask_h, KEYS_FIRST)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -507,6 +556,7 @@ def sparse_mla(
         "GROUP": config.group,
         "BLOCK_H": config.block_h,
         "BLOCK_N": config.block_n,
+        "KEYS_FIRST": config.keys_first,
         "LAUNCH_PDL": config.launch_pdl and num_splits > 1,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
@@ -755,7 +805,6 @@ def sparse_mla_attention(
     lse = q_nope.new_empty((num_tokens, num_heads), dtype=torch.float32)
 
     def attend(tokens: slice, lists: torch.Tensor, counts: torch.Tensor) -> None:
-        size = lists.shape[0] * config.group
         _attend(
             q_nope[tokens],
             q_pe[tokens],
@@ -768,7 +817,7 @@ def sparse_mla_attention(
             sm_scale,
             num_splits
             or get_num_splits(
-                min(size, num_tokens),
+                out[tokens].shape[0],
                 num_heads,
                 num_topk,
                 config,

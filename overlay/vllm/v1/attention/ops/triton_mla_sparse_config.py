@@ -55,6 +55,7 @@ class SparseMLAConfig:
     num_stages: int
     programs_per_sm: int  # lists are split until the grid has so many per SM
     group: int = 1  # tokens per program: 1, or 2 over the union of their lists
+    keys_first: bool = False  # heads in the columns of scores and accumulators
     maxnreg: int | None = None  # registers per thread, for more programs per SM
     # Not tuned, but given by the GPU: the merge is launched while the attention ends.
     launch_pdl: bool = False
@@ -189,13 +190,9 @@ def get_workspace_specs(
     prefill works on unions, those of `get_union_specs`.
     """
     num_partials = 1  # a workspace of no bytes cannot be reserved
-    has_unions = False
-    for is_prefill in (False, True):
+    configs = get_reachable_configs(num_heads, kv_format, capability)
+    for config in configs:
         for num_tokens in range(1, max_num_tokens + 1):
-            config = get_config(
-                num_tokens, num_heads, kv_format, capability, is_prefill
-            )
-            has_unions |= config.group > 1
             splits = get_num_splits(num_tokens, num_heads, num_topk, config, num_sms)
             if splits > 1:
                 num_partials = max(num_partials, num_tokens * num_heads * splits)
@@ -203,6 +200,6 @@ def get_workspace_specs(
         ((num_partials, 512), torch.float32),
         ((num_partials,), torch.float32),
     ]
-    if has_unions:
+    if any(config.group > 1 for config in configs):
         specs += get_union_specs(max_num_tokens, num_topk)
     return specs
