@@ -166,3 +166,16 @@ def test_other_kernels(compiler, compile_other, arch):
     binary = compiler.submit(compile_other, arch).result()
     assert binary.shared <= 48 * 1024
     assert binary.local == 0
+
+
+def test_keys_first_reads_both_operands_from_shared_memory(compiler):
+    """What the orientation is for: SM90's matrix instructions, and no fragments loaded for them."""
+    usual, keys_first = (
+        compiler.submit(compile_attention, 90, "16-bit", "bf16-direct", (8, 64, 4, 2, 1, keys_first, None)).result()
+        for keys_first in (False, True)
+    )
+    assert usual.count(r"\bwgmma\.mma_async") == 0
+    assert usual.count(r"\bldmatrix") > 64
+    assert keys_first.count(r"\bwgmma\.mma_async") > 0
+    assert keys_first.count(r"\bldmatrix") <= 4
+    assert keys_first.count(r"cp\.async\.cg\.shared\.global [^;]*, 0x10,") > 0
