@@ -11,16 +11,12 @@ token count is timed as benchmarks/sparse_mla.py does it, coarsely, and the best
 import argparse
 import json
 import math
-import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +25,7 @@ from benchmarks import timing, workload
 from benchmarks.compiling import in_processes
 from benchmarks.config_table import FORMATS, KINDS, Candidate, Cell, choose, merge, render, with_rows, write
 from benchmarks.workload import DTYPES, NUM_ROWS, NUM_TOPK, TOLERANCE, Lists, Pool, Shape, relative_error
+from tests.kernels.compilation import resource_usage
 from tests.kernels.reference import Inputs, sparse_mla_reference
 
 HEADS = [8, 16, 32, 64]
@@ -186,13 +183,7 @@ def small_gpu_usage(source: Any, metadata: dict[str, Any]) -> tuple[int, int]:
 
     options = {name: metadata[name] for name in ("num_warps", "num_stages", "maxnreg")}
     compiled = triton.compile(source, target=GPUTarget("cuda", 89, 32), options=options)
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        command = [cuobjdump, "-res-usage", cubin.name]
-        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    spilled = sum(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
+    _, spilled = resource_usage(compiled.asm["cubin"])
     return spilled, compiled.metadata.shared
 
 

@@ -77,7 +77,7 @@ def test_registers_that_spill_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     metadata = {"num_warps": 4, "num_stages": 2, "maxnreg": None}
     for stack, local in [(0, 0), (16, 0), (0, 8)]:
         output = SimpleNamespace(stdout=f"Function f: REG:255 STACK:{stack} SHARED:0 LOCAL:{local} TEXTURE:0")
-        monkeypatch.setattr(tune.subprocess, "run", lambda *_, output=output, **__: output)
+        monkeypatch.setattr(subprocess, "run", lambda *_, output=output, **__: output)
         assert tune.small_gpu_usage(None, metadata) == (stack + local, 4)
 
 

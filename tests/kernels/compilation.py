@@ -33,6 +33,20 @@ class Binary:
         return len(re.findall(instruction, self.ptx))
 
 
+def resource_usage(cubin: bytes) -> tuple[int, int]:
+    """Return the registers and the bytes of spilled or indexed registers per thread of a compiled kernel."""
+    import triton
+
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [cuobjdump, "-res-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    registers, stack, local = (int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK", "LOCAL"))
+    return registers, stack + local
+
+
 def compile_kernel(
     kernel: Any,
     arch: int,
@@ -68,16 +82,10 @@ def compile_kernel(
         target=GPUTarget("cuda", arch, 32),
         options={"num_warps": num_warps, "num_stages": num_stages, **options},
     )
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        command = [cuobjdump, "-res-usage", cubin.name]
-        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    registers, stack, local = (int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK", "LOCAL"))
+    registers, local = resource_usage(compiled.asm["cubin"])
     return Binary(
         shared=compiled.metadata.shared,
         registers=registers,
-        local=stack + local,
+        local=local,
         ptx=compiled.asm["ptx"],
     )
