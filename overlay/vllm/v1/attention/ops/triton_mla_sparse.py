@@ -683,52 +683,6 @@ def get_kv_format(kv: torch.Tensor, dtype: torch.dtype, rope_dim: int) -> KVForm
     )
 
 
-def _attend(
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    kv: torch.Tensor,
-    lists: torch.Tensor,
-    counts: torch.Tensor,
-    kv_scale: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    sm_scale: float,
-    num_splits: int,
-    kv_format: KVFormat,
-    config: SparseMLAConfig,
-    workspace: Sequence[torch.Tensor] | None,
-) -> None:
-    """Launch the attention and, for several splits, the merge."""
-    num_tokens, num_heads, _ = q_nope.shape
-    has_rope = q_pe.shape[-1] > 0
-    partial_out, partial_lse = out, lse
-    if num_splits > 1:
-        num_rows = num_tokens * num_heads * num_splits
-        if workspace is None:
-            workspace = (
-                q_nope.new_empty((num_rows, KV_LORA_RANK), dtype=torch.float32),
-                q_nope.new_empty(num_rows, dtype=torch.float32),
-            )
-        partial_out, partial_lse = (scratch[:num_rows] for scratch in workspace[:2])
-    sparse_mla(
-        q_nope,
-        q_pe if has_rope else q_nope,
-        kv,
-        lists,
-        counts,
-        kv_scale,
-        partial_out,
-        partial_lse,
-        sm_scale,
-        num_splits,
-        kv_format,
-        has_rope,
-        config,
-    )
-    if num_splits > 1:
-        merge_splits(partial_out, partial_lse, out, lse, num_splits, config.launch_pdl)
-
-
 def sparse_mla_attention(
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
@@ -805,28 +759,44 @@ def sparse_mla_attention(
     lse = q_nope.new_empty((num_tokens, num_heads), dtype=torch.float32)
 
     def attend(tokens: slice, lists: torch.Tensor, counts: torch.Tensor) -> None:
-        _attend(
+        """Launch the attention of some tokens and, for several splits, the merge."""
+        part_out, part_lse = out[tokens], lse[tokens]
+        splits = num_splits or get_num_splits(
+            part_lse.shape[0],
+            num_heads,
+            num_topk,
+            config,
+            current_platform.num_compute_units(),
+        )
+        partial_out, partial_lse = part_out, part_lse
+        if splits > 1:
+            num_rows = part_lse.numel() * splits
+            if workspace is None:
+                partial_out = out.new_empty(
+                    (num_rows, KV_LORA_RANK), dtype=torch.float32
+                )
+                partial_lse = lse.new_empty(num_rows)
+            else:
+                partial_out, partial_lse = (s[:num_rows] for s in workspace[:2])
+        sparse_mla(
             q_nope[tokens],
-            q_pe[tokens],
+            q_pe[tokens] if rope_dim else q_nope[tokens],
             kv,
             lists,
             counts,
             lse if kv_scale is None else kv_scale,
-            out[tokens],
-            lse[tokens],
+            partial_out,
+            partial_lse,
             sm_scale,
-            num_splits
-            or get_num_splits(
-                out[tokens].shape[0],
-                num_heads,
-                num_topk,
-                config,
-                current_platform.num_compute_units(),
-            ),
+            splits,
             kv_format,
+            rope_dim > 0,
             config,
-            workspace,
         )
+        if splits > 1:
+            merge_splits(
+                partial_out, partial_lse, part_out, part_lse, splits, config.launch_pdl
+            )
 
     if config.group == 1:
         attend(slice(None), topk, valid_count)
