@@ -65,7 +65,17 @@ def stock_package(patched_package: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="session")
-def selections(request, patched_package: Path, stock_package: Path) -> dict[str, SimpleNamespace]:
+def cuda_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A CUDA toolkit with which DeepGEMM would compile: without one the patched package never chooses it."""
+    nvcc = tmp_path_factory.mktemp("cuda") / "bin/nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    nvcc.chmod(0o755)
+    return nvcc.parents[1]
+
+
+@pytest.fixture(scope="session")
+def selections(request, patched_package: Path, stock_package: Path, cuda_home: Path) -> dict[str, SimpleNamespace]:
     """The answers to every `selection` parameter of the collected tests."""
     parameters = [getattr(item, "callspec", None) for item in request.session.items]
     texts = {json.dumps(each.params["selection"]) for each in parameters if each and "selection" in each.params}
@@ -75,6 +85,7 @@ def selections(request, patched_package: Path, stock_package: Path) -> dict[str,
         input=f"[{','.join(wanted)}]",
         text=True,
         capture_output=True,
+        env=os.environ | {"CUDA_HOME": str(cuda_home)},
     )
     assert process.returncode == 0, process.stderr[-4000:]
     return {
