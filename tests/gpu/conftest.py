@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.engine import Engines, Run
+from tests.gpu import tiny_glm, tiny_glm5next
+from tests.gpu.engine import Engines, Run, visible_gpus
 from tests.gpu.results import gpu_slug, write_results
-from tests.gpu.tiny_glm import Reference, make_model
+from tests.gpu.tiny_glm import Reference
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", type=Path, help="folder to write measurements to, as JSON")
     parser.addoption("--stock-site", type=Path, help="folder that holds the unpatched vLLM")
-    parser.addoption("--engines", type=int, help="how many engines run at a time (one for two CPU cores, at most 8)")
+    parser.addoption("--engines", type=int, help="how many engines run at a time (default: cores / 2, at most 8 a GPU)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,7 +36,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def model(tmp_path_factory) -> tuple[Path, Reference]:
     """The folder of the tiny GLM-5, and what it computes in float32."""
     path = tmp_path_factory.mktemp("tiny-glm")
-    return path, Reference(make_model(path).cuda())
+    return path, Reference(tiny_glm.make_model(path).cuda())
+
+
+@pytest.fixture(scope="session")
+def glm5next(tmp_path_factory) -> tuple[Path, Reference]:
+    """The folder of the tiny GLM-5.3-Flash, and what it computes in float32."""
+    path = tmp_path_factory.mktemp("tiny-glm5next")
+    return path, tiny_glm5next.Glm5NextReference(tiny_glm5next.make_model(path).cuda())
 
 
 @pytest.fixture(scope="session")
@@ -46,11 +54,15 @@ def reference(model) -> Reference:
 @pytest.fixture(scope="session")
 def engines(request, model, tmp_path_factory) -> Iterator[Engines]:
     """The engines. Those that the selected tests name in their parameters start at once."""
-    workers = request.config.getoption("--engines", None) or max(1, min(8, len(os.sched_getaffinity(0)) // 2))
-    engines = Engines(
-        model[0], tmp_path_factory.mktemp("engines"), workers, request.config.getoption("--stock-site", None)
-    )
-    engines.start(run for item in request.session.items for run in _runs_of(item) if engines.can_run(run))
+    most = min(8 * len(visible_gpus()), len(os.sched_getaffinity(0)) // 2)
+    workers = request.config.getoption("--engines", None) or max(1, most)
+    runs = [run for item in request.session.items for run in _runs_of(item)]
+    models = {"tiny-glm": model[0]}
+    if any(run.model == "tiny-glm5next" for run in runs):
+        models["tiny-glm5next"] = request.getfixturevalue("glm5next")[0]
+    stock_site = request.config.getoption("--stock-site", None)
+    engines = Engines(models, tmp_path_factory.mktemp("engines"), workers, stock_site)
+    engines.start(run for run in runs if engines.can_run(run))
     yield engines
     engines.close()
 

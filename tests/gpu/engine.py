@@ -1,7 +1,9 @@
-"""Real engines: what to run, several at a time on one GPU, and what came out."""
+"""Real engines: what to run, several at a time on each GPU, and what came out."""
 
 import json
 import os
+import queue
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.gpu.nvcc import change_nvcc
 
 HERE = Path(__file__).parent
 
@@ -28,6 +32,9 @@ COMMON_OPTIONS = {
     "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]},
     "jit_monitor_verbose": True,
 }
+
+# The indexer's logits by Triton's kernels where DeepGEMM could serve as well.
+TRITON_INDEXER = {"VLLM_SPARSE_INDEXER_LOGITS": "triton"}
 
 # What uses NVLink multicast, which not every host with NVLink permits.
 _NO_MULTICAST = {
@@ -48,11 +55,16 @@ class Run:
     rounds: list[list[dict[str, Any]]]  # requests of run_engine.py
     options: dict[str, Any] = field(default_factory=dict)  # of vllm.LLM
     kv: str = "auto"
+    model: str = "tiny-glm"
     capability: str | None = None  # that vLLM is made to believe in
     needs_capability: int | None = None  # major version of the GPU that the backend needs
     logprobs: bool = True
     recompile: bool = False
+    select: dict[str, Any] | None = None  # a request for which to keep what the indexers select; without CUDA graphs
     stock: bool = False  # of the unpatched vLLM
+    environment: dict[str, str] = field(default_factory=dict)
+    nvcc: str = "as it is"  # or "missing", or the release that it is to say
+    deep_gemm: bool = True  # False: its functions raise
 
     def __str__(self) -> str:
         return self.name
@@ -75,6 +87,7 @@ class Run:
             "rounds": self.rounds,
             "logprobs": self.logprobs,
             "recompile": self.recompile,
+            "select": self.select,
         }
 
 
@@ -86,15 +99,25 @@ class Outcome:
     log: str
     result: dict[str, Any] | None  # see run_engine.py
 
+    @property
+    def indexer(self) -> str:
+        """Whose kernels compute the sparse indexer's logits, and why, as the log says."""
+        lines = set(re.findall(r"Sparse indexer logits: (.*?\))", self.log))
+        assert len(lines) == 1, f"the log names {sorted(lines)}:\n{self.log[-10_000:]}"
+        return lines.pop()
+
 
 class Engines:
-    """Executes runs, `workers` at a time; those that take more than one GPU alone."""
+    """Executes runs, `workers` at a time, spread over the GPUs; those that take more than one of them one by one."""
 
-    def __init__(self, model: Path, folder: Path, workers: int, stock_site: Path | None) -> None:
+    def __init__(self, models: dict[str, Path], folder: Path, workers: int, stock_site: Path | None) -> None:
         self._stock_site = stock_site
-        self._model = model
+        self._models = models
         self._folder = folder
         self._executors = {1: ThreadPoolExecutor(workers), 2: ThreadPoolExecutor(1)}
+        self._gpus: queue.SimpleQueue[str] = queue.SimpleQueue()  # a place on a GPU for each worker
+        for worker in range(workers):
+            self._gpus.put(visible_gpus()[worker % len(visible_gpus())])
         self._futures: dict[Run, Future[Outcome]] = {}
         self._processes: set[subprocess.Popen] = set()
 
@@ -127,14 +150,23 @@ class Engines:
             _kill(process)
 
     def _execute(self, run: Run) -> Outcome:
+        if run.num_gpus > 1:
+            return self._serve(run, {})
+        gpu = self._gpus.get()
+        try:
+            return self._serve(run, {"CUDA_VISIBLE_DEVICES": gpu})
+        finally:
+            self._gpus.put(gpu)
+
+    def _serve(self, run: Run, environment: dict[str, str]) -> Outcome:
         folder = self._folder / "".join(c if c.isalnum() else "-" for c in run.name)
         folder.mkdir()
-        (folder / "request.json").write_text(json.dumps(run.job(self._model)))
+        (folder / "request.json").write_text(json.dumps(run.job(self._models[run.model])))
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(
                 [sys.executable, HERE / "run_engine.py", "request.json", "result.json"],
                 cwd=folder,
-                env=self._environment(run),
+                env=self._environment(run, folder) | environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -154,16 +186,26 @@ class Engines:
             result=json.loads(result.read_text()) if process.returncode == 0 else None,
         )
 
-    def _environment(self, run: Run) -> dict[str, str]:
-        env = {**os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OMP_NUM_THREADS": "1"}
+    def _environment(self, run: Run, folder: Path) -> dict[str, str]:
+        env = {**os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "OMP_NUM_THREADS": "1", **run.environment}
         path = [str(self._stock_site)] if run.stock else []
         if run.capability is not None:
             path.append(str(HERE / "fake_capability"))
             env["FAKE_CAPABILITY"] = run.capability
+        if not run.deep_gemm:
+            path.append(str(HERE / "raising_deep_gemm"))
+        if run.nvcc != "as it is":
+            change_nvcc(env, folder, None if run.nvcc == "missing" else run.nvcc)
         if run.num_gpus > 1:
             env |= _NO_MULTICAST
         env["PYTHONPATH"] = os.pathsep.join([*path, env.get("PYTHONPATH", "")])
         return env
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs of this process as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(index) for index in range(max(1, torch.cuda.device_count()))]
 
 
 def _kill(process: subprocess.Popen) -> None:

@@ -1,4 +1,6 @@
-"""Every form of the sparse MLA kernels once, on a GPU, against the float64 reference: few and small launches.
+"""Every form of the sparse MLA and MQA logits kernels, and of the fused kernels that feed them, once, on a GPU.
+
+Few and small launches, against float64 references; what the fused kernels write is compared byte by byte.
 
 Not collected by itself. test_memcheck.py and test_other_targets.py run it in processes of their own, which change
 what surrounds the kernels; the many shapes are in test_sparse_mla_kernel.py.
@@ -9,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.kernels.mqa_reference import assert_logits, make_contiguous, make_paged
 from tests.kernels.overlay import load_overlay
 from tests.kernels.reference import assert_matches_reference, make_inputs
 
@@ -28,6 +31,16 @@ FORMS = {
     "prefill": {"counts": PREFILL_COUNTS, "num_heads": 8, "num_topk": 192, "is_prefill": True},
     "nope": {"counts": [300, 299, 5], "num_heads": 8, "num_topk": 300, "rope_dim": 0},
 }
+# Tokens of two requests, with no keys, one, and parts that are no multiples of anything.
+KEY_BOUNDS = [*((0, end) for end in (0, 1, 63, 64, 65, 300)), *((300, end) for end in (300, 301, 555, 700))]
+
+
+@pytest.fixture(autouse=True)
+def launches_overlap_as_on_the_target(monkeypatch):
+    """Upstream asks PyTorch, which sees the GPU that is there, whether a launch may overlap with the one before."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(current_platform, "is_arch_support_pdl", lambda: current_platform.has_device_capability(90))
 
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
@@ -46,3 +59,49 @@ def test_matches_reference(form, dtype, kv_format):
     on_gpu = replace(inputs, **{name: value.cuda() for name, value in tensors.items()})
     out, lse = kernels.sparse_mla_attention(*on_gpu, kv_scale=on_gpu.kv_scale, **launch)
     assert_matches_reference(out.cpu(), lse.cpu(), inputs, out_tolerance=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("num_heads", [16, 32, 64])
+def test_contiguous_mqa_logits(num_heads):
+    kernels = load_overlay("vllm.v1.attention.ops.triton_mqa_logits")
+    inputs = make_contiguous(KEY_BOUNDS, 700, num_heads)
+    arguments = [value.cuda() if isinstance(value, torch.Tensor) else value for value in inputs]
+    assert_logits(kernels.mqa_logits(*arguments).cpu(), inputs.expected())
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 4])
+@pytest.mark.parametrize("num_heads", [16, 32, 64])
+def test_paged_mqa_logits(num_heads, next_n):
+    kernels = load_overlay("vllm.v1.attention.ops.triton_mqa_logits")
+    inputs = make_paged([1, 64, 700, 0, 65], num_heads, next_n=next_n)
+    lengths = inputs.context_lens.cuda()
+    schedule = kernels.paged_mqa_schedule(lengths, inputs.kv_cache.shape[1], 16)
+    logits = kernels.paged_mqa_logits(
+        inputs.q.cuda(),
+        inputs.kv_cache.cuda(),
+        inputs.weights.cuda(),
+        lengths,
+        inputs.block_tables.cuda(),
+        schedule,
+        inputs.max_model_len,
+    )
+    assert_logits(logits.cpu(), inputs.expected())
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_ds_mla"])
+def test_fused_caches(kv_cache_dtype):
+    from tests.kernels import dsa_reference
+
+    dsa_reference.check_caches(kv_cache_dtype, "cuda")
+
+
+def test_fused_queries():
+    from tests.kernels import dsa_reference
+
+    dsa_reference.check_queries("cuda")
+
+
+def test_packed_queries():
+    from tests.kernels import dsa_reference
+
+    dsa_reference.check_packing("cuda")

@@ -43,6 +43,7 @@ def generate_for(arch: int, generated: Path) -> None:
                 "target": f".target sm_{arch}\n" in ptx,
                 "matrix_products": ptx.count("mma.sync"),
                 "asynchronous_copies": ptx.count("cp.async.cg"),
+                "e4m3_conversions": ptx.count("e4m3x2"),
             }
             with generated.open("a") as file:
                 file.write(json.dumps(kernel) + "\n")

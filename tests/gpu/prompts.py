@@ -84,6 +84,16 @@ def rounding_errors(length: int, kv: str, reference: Reference) -> Errors:
     return summarize(difference[: length - 1], difference[length - 1 :])
 
 
+def shared_selections(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return how many of the positions in each row of `found` are in that of `expected`: int64 [rows].
+
+    Both int32 [rows, top-k]; a row's positions differ from each other.
+    """
+    is_expected = torch.zeros(len(expected), int(max(found.max(), expected.max())) + 1, dtype=torch.bool)
+    is_expected.scatter_(1, expected.long(), True)
+    return is_expected.gather(1, found.long()).sum(dim=1)
+
+
 def both(lengths: Iterable[int]) -> list[Request]:
     """Return `prefill` and `decode` of every length, alternating."""
     return [ask(length) for length in lengths for ask in (prefill, decode)]

@@ -6,6 +6,7 @@ REQUEST.json
     logprobs    whether to return the log-probabilities of generated tokens
     recompile   whether to serve the last round once more after the sparse MLA
                 kernels were forgotten, to see that compilations are seen
+    select      a request with `forced` tokens, served alone after all rounds, or null
 
 A request has `prompt` (token ids) and may have `num_generated` (greedy tokens)
 or `forced` (the tokens to decode instead), `prompt_logprobs`, `skip_cache` (do not
@@ -16,11 +17,15 @@ RESULT.json
     workers     what `describe` returns, for each worker
     rounds      for each: the answers in the order of the requests, and what was
                 compiled just in time while they were served, as [runtime, kernel]
-    kernels     the names of the sparse MLA kernels
+    code        for each of a worker's Triton kernels whether its code has fp8 instructions
+    kernels     the names of our kernels, which `recompile` forgets
     recompiled  what was compiled in the round after they were forgotten
+    selected    file of what the indexers selected for `select` without CUDA graphs: by
+                layer int32 [tokens, top-k], for every token but the last, by torch.save
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,6 +39,9 @@ from vllm.sampling_params import RequestOutputKind
 def describe(worker) -> dict[str, Any]:
     """Return what a worker runs, and on which (claimed) capability."""
     from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+    from vllm.v1.attention.ops.e4m3 import SOFTWARE_E4M3
+    from vllm.v1.attention.ops.mqa_logits_backend import use_triton_mqa_logits
 
     layers = [m for m in worker.get_model().modules() if hasattr(m, "attn_backend") and hasattr(m, "impl")]
     return {
@@ -41,6 +49,10 @@ def describe(worker) -> dict[str, Any]:
         "kv_row_bytes": sorted({layer.kv_cache.shape[-1] * layer.kv_cache.element_size() for layer in layers}),
         "capability": current_platform.get_device_capability().as_version_str(),
         "graphs": worker.vllm_config.compilation_config.cudagraph_mode.name,
+        "flash_attention": get_flash_attn_version(),
+        "software_e4m3": SOFTWARE_E4M3.value,
+        "triton_indexer": use_triton_mqa_logits(),
+        "topk_widths": sorted({layer.impl.topk_indices_buffer.shape[1] for layer in layers}),
     }
 
 
@@ -69,20 +81,68 @@ def take_compilations(worker) -> list[list[str]]:
     return reported
 
 
-def sparse_mla_kernels() -> dict[str, Any]:
-    """Return the Triton kernels of sparse MLA attention by name."""
-    from triton import JITFunction
-    from vllm.v1.attention.ops import triton_mla_sparse
+# What computes sparse attention: our modules, then upstream's.
+OUR_KERNELS = ["vllm.v1.attention.ops.triton_mla_sparse", "vllm.v1.attention.ops.triton_mqa_logits"]
+KERNELS = [*OUR_KERNELS, "vllm.models.deepseek_v32.common.kernels", "vllm.v1.attention.ops.common"]
 
-    return {kernel.__name__: kernel for kernel in vars(triton_mla_sparse).values() if isinstance(kernel, JITFunction)}
+
+def triton_kernels(modules: list[str]) -> dict[str, Any]:
+    """Return the Triton kernels of modules by qualified name, those in their classes included."""
+    from importlib import import_module
+
+    from triton import JITFunction
+
+    found = {}
+    for module in map(import_module, modules):
+        classes = [value for value in vars(module).values() if isinstance(value, type)]
+        for value in (value for holder in (module, *classes) for value in vars(holder).values()):
+            kernel = value.__func__ if isinstance(value, staticmethod) else value
+            if isinstance(kernel, JITFunction):
+                found[kernel.__qualname__] = kernel
+    return found
+
+
+def describe_code(worker) -> dict[str, bool]:
+    """Return for each compiled kernel whether an fp8 instruction is in the code of any of its variants."""
+    instruction = re.compile(r"\b(?:cvt|mma|wgmma)\.[\w.:]*e4m3")
+    code: dict[str, bool] = {}
+    for name, kernel in triton_kernels(KERNELS).items():
+        for kernels, *_ in kernel.device_caches.values():
+            for compiled in kernels.values():
+                code[name] = code.get(name, False) or instruction.search(compiled.asm["ptx"]) is not None
+    return code
+
+
+def record_selections(worker) -> None:
+    """Keep what the indexer of every layer selects from now on."""
+    from vllm.models.deepseek_v32 import attention
+
+    attention.selected = {}
+    select = attention.sparse_attn_indexer
+
+    def select_and_keep(hidden_states, layer, *args, **kwargs):
+        buffer = select(hidden_states, layer, *args, **kwargs)
+        attention.selected.setdefault(str(layer), []).append(buffer[: hidden_states.shape[0]].cpu())
+        return buffer
+
+    attention.sparse_attn_indexer = select_and_keep
+
+
+def write_selections(worker, path: str) -> None:
+    """Write what was kept, by the number of the layer."""
+    import torch
+    from vllm.models.deepseek_v32 import attention
+
+    selected = {int(re.search(r"layers\.(\d+)\.", layer)[1]): rows for layer, rows in attention.selected.items()}
+    torch.save({layer: torch.cat(rows) for layer, rows in selected.items()}, path)
 
 
 def forget_kernels(worker) -> None:
-    """Make the next launch of every sparse MLA kernel look like its first."""
+    """Make the next launch of each of our kernels look like its first."""
     from vllm.utils import jit_monitor
 
     jit_monitor.forgotten = []  # CUDA graphs launch them still, and Triton unloads what nobody refers to
-    for kernel in sparse_mla_kernels().values():
+    for kernel in triton_kernels(OUR_KERNELS).values():
         jit_monitor.forgotten.append(dict(kernel.device_caches))
         kernel.device_caches.clear()
 
@@ -144,10 +204,16 @@ def main() -> None:
     result: dict[str, Any] = {"workers": llm.collective_rpc(describe), "rounds": []}
     for requests in job["rounds"]:
         result["rounds"].append({"answers": serve(llm, requests, logprobs=job["logprobs"]), "compiled": compilations()})
+    result["code"] = llm.collective_rpc(describe_code)[0]
+    if job["select"]:
+        llm.collective_rpc(record_selections)
+        serve(llm, [job["select"]])
+        result["selected"] = str(Path("selected.pt").resolve())
+        llm.collective_rpc(write_selections, args=(result["selected"],))
     if job["recompile"]:
         llm.collective_rpc(forget_kernels)
         serve(llm, job["rounds"][-1], logprobs=job["logprobs"])
-        result["kernels"] = sorted(sparse_mla_kernels())
+        result["kernels"] = sorted(triton_kernels(OUR_KERNELS))
         result["recompiled"] = compilations()
     Path(sys.argv[2]).write_text(json.dumps(result))
 

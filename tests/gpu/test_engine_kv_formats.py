@@ -40,7 +40,7 @@ def test_costs_what_its_rounding_costs(engines, reference, rows, run, native):
 
     found = errors(engines, run, LENGTHS, reference)
     yardstick = native_errors(engines, native, YARDSTICK_LENGTHS, reference)
-    new_rows = [row(run, worker, length, found[length], None, None) for length in found]
+    new_rows = [row(engines, run, length, found[length], None, None) for length in found]
     if run is not BFLOAT16_DS_MLA:  # its rows come with the native ones
         rows += new_rows
     limits = {length: yardstick[length] + rounding_errors(length, run.kv, reference) for length in found}
@@ -49,9 +49,8 @@ def test_costs_what_its_rounding_costs(engines, reference, rows, run, native):
 
 @pytest.mark.parametrize(("run", "native"), [(BFLOAT16_DS_MLA, NATIVE_DS_MLA)], ids=str)
 def test_fp8_ds_mla_is_as_accurate_as_the_native_backends(engines, reference, rows, run, native):
-    worker = engines.result(run)["workers"][0]
     found = errors(engines, run, LENGTHS, reference)
     yardstick = native_errors(engines, native, LENGTHS, reference)
-    new_rows = [row(run, worker, length, found[length], native, yardstick[length]) for length in found]
+    new_rows = [row(engines, run, length, found[length], native, yardstick[length]) for length in found]
     rows += new_rows
     check(found, yardstick, "\n".join(map(str, new_rows)))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.gpu.engine import Run
+from tests.gpu.engine import TRITON_INDEXER, Run
 from tests.gpu.prompts import NUM_FORCED, both, generate, prefill, prefill_errors, rounding_errors, summarize, tokens
 from tests.gpu.yardstick import LENGTHS as YARDSTICK_LENGTHS
 from tests.gpu.yardstick import NATIVE, check, errors, native_errors
@@ -25,7 +25,7 @@ def parallel_run(name: str, dtype: str, parallel: dict, rounds=None, **fields) -
 
 RUNS = [
     parallel_run("DCP 2", "float16", DCP),
-    parallel_run("DCP 2, fp8_ds_mla", "bfloat16", DCP, kv="fp8_ds_mla"),
+    parallel_run("DCP 2, fp8_ds_mla", "bfloat16", DCP, kv="fp8_ds_mla", environment=TRITON_INDEXER),
 ]
 # Trace replay forces what is answered, not what the first rank of a pipeline is fed. So these tokens are greedy.
 PP_RUN = parallel_run(
@@ -41,6 +41,7 @@ def test_as_accurate_as_one_gpu(engines, reference, run, native):
     """The yardstick is one GPU's; an fp8 cache may cost what its rounding costs, as in test_engine_kv_formats.py."""
     workers = engines.result(run)["workers"]
     assert [worker["backends"] for worker in workers] == [["TRITON_MLA_SPARSE"]] * 2
+    assert all(worker["triton_indexer"] for worker in workers) or run.environment != TRITON_INDEXER
     found = errors(engines, run, LENGTHS, reference)
     print(f"{run}: {found}")
     limits = native_errors(engines, native, YARDSTICK_LENGTHS, reference)

@@ -1,9 +1,12 @@
-"""Chunked prefill, prefill and decode in one batch, requests that come and go, and prefix caching, in one engine."""
+"""Chunked prefill, prefill and decode in one batch, requests that come and go, and prefix caching, in one engine.
+
+The indexer's logits are those of Triton's kernels.
+"""
 
 import pytest
 import torch
 
-from tests.gpu.engine import Run
+from tests.gpu.engine import TRITON_INDEXER, Run
 from tests.gpu.prompts import both, decode, decode_errors, errors_of_both
 from tests.gpu.yardstick import DECODE_MARGIN, LENGTHS, NATIVE, check, native_errors
 
@@ -31,6 +34,7 @@ RUN = Run(
         "enable_prefix_caching": True,
         "enable_trace_replay": True,
     },
+    environment=TRITON_INDEXER,
 )
 ROUNDS = dict(zip(["chunked", "first", "cached", "staggered"], range(4), strict=True))
 
@@ -40,6 +44,7 @@ runs = pytest.mark.parametrize(("run", "native"), [(RUN, NATIVE["float16"])], id
 def answers_of(engines, run: Run, name: str) -> list[dict]:
     result = engines.result(run)
     assert result["workers"][0]["backends"] == ["TRITON_MLA_SPARSE"]
+    assert result["workers"][0]["triton_indexer"]
     return result["rounds"][ROUNDS[name]]["answers"]
 
 

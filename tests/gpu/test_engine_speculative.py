@@ -4,12 +4,14 @@ A random layer's drafts are right by chance only. So most runs use vLLM's
 synthetic acceptance, which accepts at given rates whatever the drafts are. The
 emitted tokens are then partly drafts, and their log-probabilities, which the
 model computes when it verifies them, must be the reference's.
+
+With two and three drafts, the indexer's logits are those of Triton's kernels.
 """
 
 import pytest
 import torch
 
-from tests.gpu.engine import Run
+from tests.gpu.engine import TRITON_INDEXER, Run
 from tests.gpu.prompts import generate, tokens
 
 pytestmark = pytest.mark.gpu
@@ -33,8 +35,8 @@ def mtp_run(name: str, backend: str, num_drafts: int, acceptance: list[float] | 
 
 
 GREEDY = mtp_run("MTP 1", "TRITON_MLA_SPARSE", 1, None)
-SOME_ACCEPTED = mtp_run("MTP 2", "TRITON_MLA_SPARSE", 2, [0.8, 0.5])
-ALL_ACCEPTED = mtp_run("MTP 3", "TRITON_MLA_SPARSE", 3, [1.0, 1.0, 1.0])
+SOME_ACCEPTED = mtp_run("MTP 2", "TRITON_MLA_SPARSE", 2, [0.8, 0.5], environment=TRITON_INDEXER)
+ALL_ACCEPTED = mtp_run("MTP 3", "TRITON_MLA_SPARSE", 3, [1.0, 1.0, 1.0], environment=TRITON_INDEXER)
 NATIVE = mtp_run("MTP 3, native", "FLASH_ATTN_MLA_SPARSE", 3, [1.0, 1.0, 1.0], needs_capability=9)
 
 # Mean |difference| of log-probabilities over 8 * 48 tokens. Five times the native
@@ -47,6 +49,7 @@ def answers_of(engines, run: Run) -> list[dict]:
     result = engines.result(run)
     assert result["workers"][0]["backends"] == [run.backend]
     assert "FULL" in result["workers"][0]["graphs"]
+    assert result["workers"][0]["triton_indexer"] or run.environment != TRITON_INDEXER
     return result["rounds"][0]["answers"]
 
 

@@ -20,7 +20,9 @@ from tests.gpu.other_target import generate_for
 
 HERE = Path(__file__).parent
 TARGETS = ["8.0", "8.6", "8.9"]
-KERNELS = {"sparse_mla_kernel", "merge_splits_kernel"}
+MATRIX_KERNELS = {"sparse_mla_kernel", "mqa_logits_kernel", "paged_mqa_logits_kernel"}
+FUSED_KERNELS = {"_fused_norm_rope_kernel", "_fused_q_kernel"}
+OTHER_KERNELS = {"merge_splits_kernel", "paged_mqa_schedule_kernel"}
 
 
 def run_forms(tmp_path: Path, capability: str) -> list[dict[str, Any]]:
@@ -46,11 +48,14 @@ def test_code_for_other_targets_is_right(tmp_path, capability):
     if torch.cuda.get_device_capability() <= tuple(map(int, capability.split("."))):
         pytest.skip(f"needs a GPU newer than SM{capability.replace('.', '')}")
     kernels = run_forms(tmp_path, capability)
-    assert {kernel["name"] for kernel in kernels} >= KERNELS
+    assert {kernel["name"] for kernel in kernels} >= MATRIX_KERNELS | FUSED_KERNELS | OTHER_KERNELS
     assert all(kernel["target"] for kernel in kernels)
-    attention = [kernel for kernel in kernels if kernel["name"] == "sparse_mla_kernel"]
-    assert all(kernel["matrix_products"] for kernel in attention)
-    assert any(kernel["asynchronous_copies"] for kernel in attention)
+    assert all(kernel["matrix_products"] for kernel in kernels if kernel["name"] in MATRIX_KERNELS)
+    for name in MATRIX_KERNELS:
+        assert any(kernel["asynchronous_copies"] for kernel in kernels if kernel["name"] == name), name
+    # The instruction where there is one, and software where there is none.
+    fused = [kernel for kernel in kernels if kernel["name"] in FUSED_KERNELS]
+    assert all(bool(kernel["e4m3_conversions"]) is (capability == "8.9") for kernel in fused)
 
 
 def _generate(arch: int, folder: Path) -> str:

@@ -124,6 +124,12 @@ FLOAT16_CHANGES = [
         "rope_vals = cache_slice.view(dtype)[",
         "rope_vals = cache_slice.view(torch.bfloat16)[",
     ),
+    # Seen on the H200: 0.074 in one of two million values, of a NoPE model with 4 heads.
+    Change(
+        "the reference of fp8_e4m3 is not quantised, so that its rounding is all there is to see: 8 % of a value",
+        "backend_output, sdpa_reference, rtol=0.065, atol=0.05",
+        "backend_output, sdpa_reference, rtol=0.08, atol=0.05",
+    ),
 ]
 
 # DeepSeek-V2-Lite as far as the tests read it: they set the attention's dimensions themselves.

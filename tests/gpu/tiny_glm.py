@@ -109,6 +109,7 @@ class Reference:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._cache: dict[tuple[tuple[int, ...], str], torch.Tensor] = {}
+        self._selections: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
     def logprobs(self, token_ids: list[int], kv: str = "auto") -> torch.Tensor:
         """Return fp32 [tokens - 1, vocabulary]: every token's distribution but the first's, given those before it.
@@ -125,6 +126,27 @@ class Reference:
     def chosen(self, token_ids: list[int], kv: str = "auto") -> torch.Tensor:
         """Return fp32 [tokens - 1]: the log-probability of every token but the first."""
         return self.logprobs(token_ids, kv).gather(1, torch.tensor(token_ids)[1:, None])[:, 0]
+
+    def selections(self, token_ids: list[int]) -> list[torch.Tensor]:
+        """Return for each layer what its indexer selects, int32 [tokens, top-k]: positions, in any order.
+
+        Rows that see fewer than top-k tokens hold others, too, and -1.
+        """
+        key = tuple(token_ids)
+        if key not in self._selections:
+            layers: list[list[torch.Tensor]] = [[] for _ in self._model.model.layers]
+            hooks = []
+            for layer, kept in zip(self._model.model.layers, layers, strict=True):
+
+                def keep(module, args, out, kept=kept):
+                    kept.append(torch.nn.functional.pad(out[0], (0, INDEX_TOPK - out.shape[-1]), value=-1).cpu())
+
+                hooks.append(layer.self_attn.indexer.register_forward_hook(keep))
+            self._compute(token_ids)
+            for hook in hooks:
+                hook.remove()
+            self._selections[key] = [torch.cat(kept) for kept in layers]
+        return self._selections[key]
 
     @torch.no_grad()
     def _compute(self, token_ids: list[int]) -> torch.Tensor:
@@ -156,8 +178,9 @@ def rounded_kv(model: torch.nn.Module, kv: str) -> Iterator[None]:
         def on_projection(module, args, out):
             return torch.cat((out[..., :LATENT], round_rope(out[..., LATENT:])), dim=-1)
 
-        for layer in model.model.layers:
-            attention = layer.self_attn
+        for attention in (layer.self_attn for layer in model.model.layers):
+            if not hasattr(attention, "kv_a_layernorm"):
+                continue  # not MLA
             hooks.append(attention.kv_a_layernorm.register_forward_hook(lambda module, args, out: round_latent(out)))
             hooks.append(attention.kv_a_proj_with_mqa.register_forward_hook(on_projection))
     try:

@@ -54,7 +54,7 @@ def native_errors(engines: Engines, native: Run, lengths: list[list[int]], refer
     rows = [
         row
         for row in json.loads(RECORDED.read_text())["rows"]
-        if (row["dtype"], row["native_backend"]) == (native.dtype, native.backend)
+        if (row["model"], row["dtype"], row.get("native_backend")) == (native.model, native.dtype, native.backend)
     ]
     return {row["prompt"]: Errors(row["native_mean"], row["native_past_topk"], row["native_decode"]) for row in rows}
 
@@ -70,20 +70,29 @@ def check(found: dict[int, Errors], limits: dict[int, Errors], report: object = 
     assert decode <= limit + DECODE_MARGIN, f"decoded tokens: {report}"
 
 
-def row(run: Run, worker: dict, length: int, found: Errors, native: Run | None, yardstick: Errors | None) -> dict:
+def about(engines: Engines, run: Run) -> dict:
+    """Return what the results file says of a run in each of its rows."""
+    worker = engines.result(run)["workers"][0]
+    return {
+        "run": run.name,
+        "model": run.model,
+        "dtype": run.dtype,
+        "kv": run.kv,
+        "backend": worker["backends"][0],
+        "indexer": engines.outcome(run).indexer,
+        "capability": worker["capability"],
+        "graphs": worker["graphs"],
+    }
+
+
+def row(engines: Engines, run: Run, length: int, found: Errors, native: Run | None, yardstick: Errors | None) -> dict:
     """Return a measurement of one prompt as the results file holds it."""
 
     def rounded(value: float | None) -> float | None:
         return None if value is None else round(value, 5)
 
     return {
-        "run": run.name,
-        "model": "tiny-glm",
-        "dtype": run.dtype,
-        "kv": run.kv,
-        "backend": worker["backends"][0],
-        "capability": worker["capability"],
-        "graphs": worker["graphs"],
+        **about(engines, run),
         "prompt": length,
         "logprob_mean": rounded(found.mean),
         "logprob_past_topk": rounded(found.past_topk),
