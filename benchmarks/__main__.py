@@ -21,6 +21,7 @@ def steps() -> list[list[str]]:
     return [
         ["-m", "pytest", "tests/gpu", "--results", RESULTS],
         ["-m", "benchmarks.sparse_mla", "--results", RESULTS],
+        ["-m", "benchmarks.indexer", "--results", RESULTS],
         *([["-m", "benchmarks.engine", "--results", RESULTS]] if is_sm90 else []),
         ["-m", "benchmarks.report", RESULTS],
     ]

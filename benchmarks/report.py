@@ -3,8 +3,9 @@
 
     python -m benchmarks.report benchmarks/results
 
-Beside each sparse-mla-<gpu>.json and engine-<gpu>.json it writes a .md of the same name, and for the kernel a .png for
-each query dtype and KV format: time against tokens for each head count, with peers and floor.
+Beside each sparse-mla-<gpu>.json, indexer-<gpu>.json and engine-<gpu>.json it writes a .md of the same name. For the
+attention kernel a .png for each query dtype and KV format shows time against tokens for each head count, with peers and
+floor; for the indexer one shows the time of a decode against requests for each context and head count.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-NATIVE = {"FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE", "FLASHMLA_SPARSE fp8"}
+NATIVE = {"FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE", "FLASHMLA_SPARSE fp8", "DeepGEMM"}
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -82,6 +83,33 @@ def kernel_report(result: dict[str, Any]) -> str:
     return text + table(["peer", "why"], result["peers_left_out"].items())
 
 
+def indexer_report(result: dict[str, Any]) -> str:
+    """Return the tables of an indexer result file."""
+    text = "# Indexer logits\n\n" + heading(result)
+    rates = ", ".join(f"{rate} TFLOP/s for {form}" for form, rate in result["matmul_tflops"].items())
+    text += f"\nTimes in microseconds. Matrix products in the same run: {rates}.\n"
+    for kind, dtype in dict.fromkeys((row["kind"], row["dtype"]) for row in result["rows"]):
+        rows = [row for row in result["rows"] if (row["kind"], row["dtype"]) == (kind, dtype)]
+        text += f"\n## {kind}, {dtype}\n\n"
+        columns = ["tokens"] if kind == "prefill" else ["requests", "tokens of each"]
+        columns += ["context", "heads", "us", "DeepGEMM", "ratio", "floor", "share of floor", "bound by"]
+        has_schedule = any("schedule_us" in row for row in rows)
+        columns += ["schedule", "DeepGEMM's schedule"] if has_schedule else []
+        text += table(
+            [*columns, "launch"],
+            (
+                [row["batch"], *([row["next_n"]] if kind == "decode" else []), row["context"], row["heads"]]
+                + [row["us"], row["deepgemm_us"], row["ratio"]]
+                + [row["floor_us"], f"{row['share_of_floor']:.0%}", row["bound"]]
+                + ([row.get("schedule_us"), row.get("deepgemm_schedule_us")] if has_schedule else [])
+                + [", ".join(f"{name} {value}" for name, value in row["config"].items() if value is not None)]
+                for row in rows
+            ),
+        )
+    left_out = {**result["peers_left_out"], **result["shapes_left_out"]}
+    return text + ("\n## Left out\n\n" + table(["what", "why"], left_out.items()) if left_out else "")
+
+
 def plain_report(name: str, result: dict[str, Any]) -> str:
     """Return all rows of a result file as one table."""
     columns = list(dict.fromkeys(key for row in result["rows"] for key in row))
@@ -136,6 +164,49 @@ def plot(rows: list[Row], title: str, own: str, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def indexer_lines(rows: list[Row]) -> dict[str, list[tuple[int, float]]]:
+    """Return what is plotted for one context and head count: a name to its points (requests, microseconds)."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for row in sorted(rows, key=lambda row: row["batch"]):
+        is_software = row["dtype"] != "fp8"
+        values = {"ours, e4m3 in software" if is_software else "ours": row["us"]}
+        if not is_software:
+            values |= {"DeepGEMM": row["deepgemm_us"], "floor": row["floor_us"]}
+        for name, us in values.items():
+            if us is not None:
+                points.setdefault(name, []).append((row["batch"], us))
+    return points
+
+
+def plot_indexer(rows: list[Row], title: str, path: Path) -> None:
+    """Draw the time of a decode against requests, one panel a context and head count."""
+    from matplotlib.figure import Figure
+
+    contexts, heads = (sorted({row[field] for row in rows}) for field in ("context", "heads"))
+    size = (max(4 * len(contexts), 8), 3.5 * len(heads) + 1)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(heads), len(contexts), sharex=True, squeeze=False)
+    shown: dict[str, Any] = {}
+    for count, line_of_panels in zip(heads, panels, strict=True):
+        for context, panel in zip(contexts, line_of_panels, strict=True):
+            here = [row for row in rows if (row["context"], row["heads"]) == (context, count)]
+            for name, points in indexer_lines(here).items():
+                colour = shown[name].get_color() if name in shown else f"C{len(shown)}"
+                (line,) = panel.plot(*zip(*points, strict=True), color=colour, **style(name))
+                shown.setdefault(name, line)
+            panel.set_title(f"{count} heads, context {context}", fontsize="small")
+            panel.set_xscale("log", base=2)
+            panel.set_yscale("log")
+            panel.grid(True, alpha=0.3)
+    for panel in panels[-1]:
+        panel.set_xlabel("requests")
+    for panel in panels[:, 0]:
+        panel.set_ylabel("microseconds per call")
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4, fontsize="small")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+
+
 def style(name: str) -> dict[str, Any]:
     """Return how a line looks: ours bold, the floor dotted, native kernels solid, other peers dashed."""
     if name == "floor":
@@ -149,12 +220,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, nargs="?", default=Path("benchmarks/results"), help="folder")
     folder = parser.parse_args().results
-    kernel = [path for path in sorted(folder.glob("sparse-mla-*.json")) if not path.name.endswith(".partial.json")]
+    kernel, indexers = (
+        [path for path in sorted(folder.glob(f"{name}-*.json")) if not path.name.endswith(".partial.json")]
+        for name in ("sparse-mla", "indexer")
+    )
     others = sorted(folder.glob("engine-*.json"))
-    if not kernel and not others:
-        sys.exit(f"error: no sparse-mla-*.json or engine-*.json in {folder}\ncure: `make bench` on a GPU writes them")
+    if not kernel and not indexers and not others:
+        names = "sparse-mla-*.json, indexer-*.json or engine-*.json"
+        sys.exit(f"error: no {names} in {folder}\ncure: `make bench` on a GPU writes them")
     for path in others:
         write(path.with_suffix(".md"), plain_report(path.stem, json.loads(path.read_text())))
+    indexer_results = {path: json.loads(path.read_text()) for path in indexers}
+    for path, result in indexer_results.items():
+        write(path.with_suffix(".md"), indexer_report(result))
     results = {path: json.loads(path.read_text()) for path in kernel}
     for path, result in results.items():
         if not result["rows"] or "floor_us" not in result["rows"][0]:
@@ -171,6 +249,11 @@ def main() -> None:
             title = f"{result['hardware']['gpu']}: sparse MLA, {dtype} query, {kv} KV cache, top-k {rows[0]['topk']}"
             target = path.with_name(f"{path.stem}-{dtype}-{kv}.png")
             plot(rows, title, own, target)
+            print(target)
+    for path, result in indexer_results.items():
+        if decodes := [row for row in result["rows"] if (row["kind"], row["next_n"]) == ("decode", 1)]:
+            target = path.with_suffix(".png")
+            plot_indexer(decodes, f"{result['hardware']['gpu']}: indexer logits, decode", target)
             print(target)
 
 

@@ -113,7 +113,7 @@ def test_make_bench_runs_tests_benchmarks_and_report_in_this_order(monkeypatch, 
     monkeypatch.setattr(bench.subprocess, "run", fake)
     bench.main()
     engine = ["benchmarks.engine"] if capability[0] == 9 else []
-    assert calls == ["pytest", "benchmarks.sparse_mla", *engine, "benchmarks.report"]
+    assert calls == ["pytest", "benchmarks.sparse_mla", "benchmarks.indexer", *engine, "benchmarks.report"]
     calls.clear()
     failing = "benchmarks.sparse_mla"
     with pytest.raises(SystemExit, match=r"benchmarks\.sparse_mla .*failed"):
