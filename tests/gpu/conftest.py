@@ -74,9 +74,13 @@ def _runs_of(item: pytest.Item) -> list[Run]:
 
 
 @pytest.fixture(scope="session")
-def rows(request) -> Iterator[list[dict[str, Any]]]:
-    """Accuracy measurements, written to --results at the end."""
-    rows: list[dict[str, Any]] = []
-    yield rows
-    if (results := request.config.getoption("--results", None)) and rows:
-        write_results(results / f"engine-{gpu_slug()}.json", rows)
+def all_rows() -> list[dict[str, Any]]:
+    return []
+
+
+@pytest.fixture
+def rows(request, all_rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Accuracy measurements, written to --results after each test: an interrupted run keeps what it has."""
+    yield all_rows
+    if (results := request.config.getoption("--results", None)) and all_rows:
+        write_results(results / f"engine-{gpu_slug()}.json", all_rows)

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from tests.kernels.mqa_reference import pack_blocks, score
@@ -97,8 +98,20 @@ def build(builder, prompt: Prompt, queries: list[int], lengths: list[int]):
     return builder.build(0, common)
 
 
-def run_layer(prompt: Prompt, metadata, start: int, stop: int, topk: torch.Tensor) -> None:
-    """Write the top-k of the tokens from `start` to `stop` into the first rows of `topk`."""
+def reserve_workspace(prompt: Prompt, num_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what so many gathered keys take, which the profiling run reserves."""
+    from vllm.v1.worker import workspace
+
+    manager = workspace.WorkspaceManager(prompt.device)
+    monkeypatch.setattr(workspace, "_manager", manager)
+    manager.get_simultaneous(((num_keys, HEAD_DIM), torch.float8_e4m3fn), ((num_keys, 4), torch.uint8))
+
+
+def run_layer(prompt: Prompt, metadata, start: int, stop: int, topk: torch.Tensor, num_keys: int) -> None:
+    """Write the top-k of the tokens from `start` to `stop` into the first rows of `topk`.
+
+    The prefills of the step may gather `num_keys` keys.
+    """
     from vllm.config import CUDAGraphMode
     from vllm.forward_context import override_forward_context
     from vllm.model_executor.layers.sparse_attn_indexer import sparse_attn_indexer
@@ -118,7 +131,7 @@ def run_layer(prompt: Prompt, metadata, start: int, stop: int, topk: torch.Tenso
             topk_tokens=NUM_TOPK,
             head_dim=HEAD_DIM,
             max_model_len=prompt.length,
-            total_seq_lens=prompt.length,
+            total_seq_lens=num_keys,
             topk_indices_buffer=topk,
             skip_k_cache_insert=True,
             use_pcp=False,

@@ -8,7 +8,16 @@ here as they are; the kernel of the logits is Triton's, whichever this GPU would
 import pytest
 import torch
 
-from tests.gpu.indexer_layer import HEAD_DIM, MAX_TOKENS, NUM_TOPK, Prompt, build, check_token, make_builder, run_layer
+from tests.gpu.indexer_layer import (
+    MAX_TOKENS,
+    NUM_TOPK,
+    Prompt,
+    build,
+    check_token,
+    make_builder,
+    reserve_workspace,
+    run_layer,
+)
 from tests.kernels.overlay import load_overlay
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +32,6 @@ MARGIN_MIB = 32
 def prefill(prompt: Prompt, step: int, budget_mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill in steps of so many tokens; check memory, and the tokens at both ends of some chunks."""
     from vllm.model_executor.layers import sparse_attn_indexer
-    from vllm.v1.worker import workspace
 
     kernels = load_overlay("vllm.v1.attention.ops.triton_mqa_logits")
 
@@ -32,10 +40,7 @@ def prefill(prompt: Prompt, step: int, budget_mib: int, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(sparse_attn_indexer, "fp8_fp4_mqa_logits", mqa_logits)
     monkeypatch.setenv("VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", str(budget_mib))
-    manager = workspace.WorkspaceManager(prompt.device)
-    monkeypatch.setattr(workspace, "_manager", manager)
-    # What the gathered keys take, which the profiling run reserves.
-    manager.get_simultaneous(((prompt.length, HEAD_DIM), torch.float8_e4m3fn), ((prompt.length, 4), torch.uint8))
+    reserve_workspace(prompt, prompt.length, monkeypatch)
     builder = make_builder(prompt)
     topk = torch.full((min(step, prompt.length), NUM_TOPK), -2, dtype=torch.int32, device=prompt.device)
 
@@ -46,7 +51,7 @@ def prefill(prompt: Prompt, step: int, budget_mib: int, monkeypatch: pytest.Monk
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        run_layer(prompt, metadata, start, stop, topk)
+        run_layer(prompt, metadata, start, stop, topk, prompt.length)
         peak_mib = (torch.cuda.max_memory_allocated() - before) / MIB
         assert peak_mib <= budget_mib + MARGIN_MIB, f"{len(chunks)} chunks of tokens {start} to {stop}"
         largest = max((chunk.token_end - chunk.token_start) * chunk.max_seqlen_k for chunk in chunks)

@@ -7,7 +7,7 @@ The builder takes decodes for prefills where the kernel wants them all of one le
 import pytest
 import torch
 
-from tests.gpu.indexer_layer import HEAD_DIM, NUM_TOPK, Prompt, build, check_token, make_builder, run_layer
+from tests.gpu.indexer_layer import NUM_TOPK, Prompt, build, check_token, make_builder, reserve_workspace, run_layer
 
 pytestmark = pytest.mark.gpu
 
@@ -40,17 +40,13 @@ def prompt() -> Prompt:
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("num_drafts", [2, 3])
 def test_every_token_gets_its_own_topk(prompt, path, monkeypatch, batch, num_drafts):
-    from vllm.v1.worker import workspace
-
     queries, lengths = batch
-    manager = workspace.WorkspaceManager(prompt.device)
-    monkeypatch.setattr(workspace, "_manager", manager)
-    manager.get_simultaneous(((prompt.length, HEAD_DIM), torch.float8_e4m3fn), ((prompt.length, 4), torch.uint8))
+    reserve_workspace(prompt, sum(lengths), monkeypatch)
     metadata = build(make_builder(prompt, num_drafts), prompt, queries, lengths)
     assert metadata.num_decodes > 0
     assert metadata.num_prefills > 0
     topk = torch.full((sum(queries), NUM_TOPK), -2, dtype=torch.int32, device=prompt.device)
-    run_layer(prompt, metadata, 0, sum(queries), topk)
+    run_layer(prompt, metadata, 0, sum(queries), topk, sum(lengths))
 
     token = 0
     for count, length in zip(queries, lengths, strict=True):

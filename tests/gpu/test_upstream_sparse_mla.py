@@ -187,13 +187,17 @@ def run_tests(folder: Path, names: list[str]) -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def counts(request):
-    """How often each test passed and was skipped, written to --results at the end."""
-    rows: list[dict[str, Any]] = []
-    yield rows
-    if (results := request.config.getoption("--results", None)) and rows:
+def all_counts() -> list[dict[str, Any]]:
+    return []
+
+
+@pytest.fixture
+def counts(request, all_counts):
+    """How often each test passed and was skipped, written to --results after each dtype."""
+    yield all_counts
+    if (results := request.config.getoption("--results", None)) and all_counts:
         changes = [change.why for change in CHANGES + FLOAT16_CHANGES]
-        write_results(results / f"upstream-sparse-mla-{gpu_slug()}.json", rows, changes=changes)
+        write_results(results / f"upstream-sparse-mla-{gpu_slug()}.json", all_counts, changes=changes)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
