@@ -52,3 +52,10 @@ class Layout:
 
     def edit(self, project: str) -> Path:
         return self.build / "edit" / project
+
+    def rebase(self, project: str) -> Path:
+        return self.build / "rebase" / project
+
+    def resolutions(self, project: str) -> Path:
+        """Conflicts of earlier rebases and how they were resolved."""
+        return self.patches(project) / "rerere"
