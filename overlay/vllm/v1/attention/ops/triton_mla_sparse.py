@@ -27,7 +27,8 @@ from vllm.model_executor.warmup.jit_warmup_triton_helper import (
     triton_kernel_dispatcher_with_warmup,
 )
 from vllm.platforms import current_platform
-from vllm.triton_utils import HAS_TRITON, LOG2E, LOGE2, tl, triton
+from vllm.triton_utils import LOG2E, LOGE2, tl, triton
+from vllm.v1.attention.ops.e4m3 import decode_e4m3
 from vllm.v1.attention.ops.triton_mla_sparse_config import (
     MAX_SPLITS,
     MAX_UNION_TOKENS,
@@ -61,83 +62,6 @@ _ROPE_BYTES = tl.constexpr(528)
 
 _MODEL = tl.constexpr(KVFormat.MODEL.value)
 _FP8 = tl.constexpr(KVFormat.FP8.value)
-# The interpreter has no inline assembly.
-_INTERPRETED = tl.constexpr(HAS_TRITON and triton.knobs.runtime.interpret)
-
-# The assembly below turns four e4m3 bytes ($2) into two pairs of 16-bit values
-# ($0, $1) and multiplies them by the factors of their row ($3, $5), each twice
-# in a register. Sign, exponent and fraction move to their places in the wider
-# type, which leaves the difference of the exponent biases to the factor: 2^8 for
-# float16 and 2^120 for bfloat16. That is exact, subnormal numbers included. SM80
-# has no conversion instruction, and on SM90 it is no faster.
-_FP16_ASM = tl.constexpr("""{
-.reg .b32 a, b, c, d;
-prmt.b32 a, $2, 0, 0x1404;
-prmt.b32 b, $2, 0, 0x3424;
-shr.u32 c, a, 1;
-shr.u32 d, b, 1;
-and.b32 c, c, 0x3f803f80;
-and.b32 d, d, 0x3f803f80;
-lop3.b32 a, a, 0x80008000, c, 0xEA;
-lop3.b32 b, b, 0x80008000, d, 0xEA;
-mul.rn.f16x2 $0, a, $3;
-mul.rn.f16x2 $1, b, $5;
-}""")
-# bfloat16 multiplies on SM80 only as a fused multiply-add, here of -0.
-_BF16_ASM = tl.constexpr("""{
-.reg .b32 a, b, c, d, z;
-mov.b32 z, 0x80008000;
-prmt.b32 a, $2, 0, 0x1404;
-prmt.b32 b, $2, 0, 0x3424;
-shr.u32 c, a, 4;
-shr.u32 d, b, 4;
-and.b32 c, c, 0x07f007f0;
-and.b32 d, d, 0x07f007f0;
-lop3.b32 a, a, 0x80008000, c, 0xEA;
-lop3.b32 b, b, 0x80008000, d, 0xEA;
-fma.rn.bf16x2 $0, a, $3, z;
-fma.rn.bf16x2 $1, b, $5, z;
-}""")
-
-
-@triton.jit
-def _decode_e4m3(
-    raw,  # uint8 [N, M], e4m3 patterns
-    factor,  # fp32 [N, 1] or [1, 1], powers of two up to 2^7
-    DTYPE: tl.constexpr,  # fp16 or bf16
-):
-    """Return raw * factor in DTYPE."""
-    if _INTERPRETED:
-        bits = raw.to(tl.uint16)
-        bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        value = bits.to(tl.float16, bitcast=True).to(tl.float32)
-        return (value * (factor * 256.0)).to(DTYPE)
-    # With is_pure=True the decoding would sink into the layouts of the dots:
-    # done twice, and no asynchronous copies of the bytes.
-    if DTYPE == tl.float16:
-        return tl.inline_asm_elementwise(
-            _FP16_ASM,
-            "=r,=r,r,r,r,r,r",
-            [raw, _twice((factor * 256.0).to(tl.float16))],
-            dtype=tl.float16,
-            is_pure=False,
-            pack=4,
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            _BF16_ASM,
-            "=r,=r,r,r,r,r,r",
-            [raw, _twice((factor * 1.329227995784916e36).to(tl.bfloat16))],
-            dtype=tl.bfloat16,
-            is_pure=False,
-            pack=4,
-        )
-
-
-@triton.jit
-def _twice(value):
-    """Return 16-bit values in both halves of uint32."""
-    return value.to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001
 
 
 @triton.jit
@@ -156,11 +80,11 @@ def _load_latent(
         return tile
     elif KV_FORMAT == _FP8:
         one = tl.full([1, 1], 1.0, tl.float32)
-        return _decode_e4m3(tile, one, DTYPE)
+        return decode_e4m3(tile, one, DTYPE)
     else:
         scale_ptr = (row_ptr + _SCALES).to(tl.pointer_type(tl.float32)) + TILE_INDEX
         scale = tl.load(scale_ptr, mask=used, other=0.0)
-        return _decode_e4m3(tile, scale[:, None], DTYPE)
+        return decode_e4m3(tile, scale[:, None], DTYPE)
 
 
 @triton.jit
@@ -178,7 +102,7 @@ def _load_rope(
     elif KV_FORMAT == _FP8:
         raw = tl.load(row_ptr[:, None] + _RANK + offsets, mask=mask, other=0)
         one = tl.full([1, 1], 1.0, tl.float32)
-        return _decode_e4m3(raw, one, DTYPE)
+        return decode_e4m3(raw, one, DTYPE)
     else:
         rope_ptr = (row_ptr + _ROPE_BYTES).to(tl.pointer_type(tl.bfloat16))
         return tl.load(rope_ptr[:, None] + offsets, mask=mask, other=0.0).to(DTYPE)

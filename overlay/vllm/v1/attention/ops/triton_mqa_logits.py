@@ -26,8 +26,7 @@ from vllm.model_executor.warmup.jit_warmup_triton_helper import (
 )
 from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
-from vllm.v1.attention.ops.e4m3 import SOFTWARE_E4M3
-from vllm.v1.attention.ops.triton_mla_sparse import _decode_e4m3
+from vllm.v1.attention.ops.e4m3 import SOFTWARE_E4M3, decode_e4m3
 from vllm.v1.attention.ops.triton_mqa_logits_config import (
     ContiguousConfig,
     PagedConfig,
@@ -51,7 +50,7 @@ _INT32_MAX = tl.constexpr(2**31 - 1)
 def _as_operand(raw, SOFTWARE_E4M3: tl.constexpr):
     """Return loaded e4m3 values as something that `tl.dot` takes."""
     if SOFTWARE_E4M3:
-        return _decode_e4m3(raw, tl.full([1, 1], 1.0, tl.float32), tl.float16)
+        return decode_e4m3(raw, tl.full([1, 1], 1.0, tl.float32), tl.float16)
     else:
         return raw
 
