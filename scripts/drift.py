@@ -13,15 +13,17 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 from rich import box
+from rich.measure import Measurement
 from rich.table import Table
 
-from scripts import index, overlay, overlay_check, series, upstream
+from scripts import index, overlay, overlay_check, series, upstream, way_back
 from scripts.console import console
 from scripts.errors import DriftError, PinError
 from scripts.index import Release
 from scripts.layout import Layout
 from scripts.overlay_check import Problem
 from scripts.pins import Project
+from scripts.repository import Repository
 from scripts.series import Applied
 from scripts.verdict import Kind, Verdict
 
@@ -92,6 +94,9 @@ def drift(layout: Layout, project: Project, tags: str = "") -> Drift:
         # At its pin first: a three-way merge starts from the files that a patch was made for.
         base = series.apply(layout, project, repository, pinned.commit)
         base.refuse_bad()
+        commits = {step.patch.name: step.commit for step in base.steps if step.commit}
+        # As a rebase takes them: with the line numbers of the pin, even where a file has others.
+        patches = [way_back.as_committed(repository, step.patch.path, commits[step.patch.name]) for step in base.steps]
         ours = overlay.files(layout, project)
         from_patches = set(
             overlay_check.check(repository, ours, upstream=pinned.commit, tip=base.overlay, pinned=base.tip)
@@ -102,13 +107,29 @@ def drift(layout: Layout, project: Project, tags: str = "") -> Drift:
             theirs = repository.files(commit)
             shadows = overlay.shadows(ours, theirs)
             fitting = {path: file for path, file in ours.items() if path not in shadows}
-            applied = series.lay(other, repository, commit, fitting, [step.patch for step in base.steps])
+            applied = confirmed(repository, series.lay(other, repository, commit, fitting, patches), commits)
             problems = overlay_check.check(repository, ours, upstream=commit, tip=applied.tip, pinned=base.tip)
             column = _column(other.tag, applied, problems, from_patches)
             console.print(f"{other.tag}: {_summary(column)}")
             columns.append(column)
     newer = [_tag(one.version) for one in known.values() if _final(one) and one.version > Version(project.version)]
     return Drift(project, tuple(columns), tuple(newer))
+
+
+def confirmed(repository: Repository, applied: Applied, commits: Mapping[str, str]) -> Applied:
+    """The series on another release, with patches that went in as another change counted as conflicts, as in a rebase.
+
+    `commits` are those of the patches at the pin. What such a patch made stays there for those after it, since a
+    resolution will not be far from it.
+    """
+    steps = []
+    for step in applied.steps:
+        if step.commit is not None:
+            old = commits[step.patch.name]
+            found = way_back.confirm(repository, step.verdict, step.patch, old, step.commit, applied.project.package)
+            step = replace(step, verdict=found, commit=None if found.kind is Kind.CONFLICT else step.commit)
+        steps.append(step)
+    return replace(applied, steps=tuple(steps))
 
 
 def _column(tag: str, applied: Applied, problems: Sequence[Problem], from_patches: set[Problem]) -> Column:
@@ -194,6 +215,8 @@ def table(found: Drift) -> Table:
         shown.add_column(head, no_wrap=True)
     for row in rows:
         shown.add_row(*row)
+    # As wide as it is, where there is no terminal and on a narrow one, too: rich would cut cells off.
+    shown.width = Measurement.get(console, console.options.update(max_width=10_000), shown).maximum
     return shown
 
 

@@ -151,6 +151,22 @@ def test_what_a_failing_patch_would_bring_is_its_own_verdict(checkout: Checkout)
     assert found["v0.35.0"]["overlay"] == [f"{USE}:1: vllm.config has no D"]
 
 
+def test_patch_that_merges_but_not_as_the_same_change(checkout: Checkout) -> None:
+    """Upstream has made a part of it: git merges the rest without a word, a rebase stops, and so it is not clean."""
+    for path in checkout.patches.glob("*.patch"):
+        path.unlink()
+    (checkout.patches / "series").write_text("")
+    head, taken = "def start(value):\n", "def start(value, *more):\n"
+    body = "    result = value\n    return"
+    checkout.write_series({"two.patch": {"vllm/engine.py": (f"{head}{body} result", f"{taken}{body} more")}})
+    release(checkout, "0.34.0", change("vllm/engine.py", head, taken))
+    outcome, found = run(checkout)
+    assert outcome.code == 26
+    assert found["v0.33.0"] == {"patches": {"two.patch": "exact"}, "overlay": [], "clean": True}
+    assert found["v0.34.0"]["patches"] == {"two.patch": "conflict(vllm/engine.py)"}
+    assert found["v0.34.0"]["clean"] is False
+
+
 def test_table_markdown_and_news(checkout: Checkout) -> None:
     release(checkout, "0.32.0", UPSTREAM)
     release(checkout, "0.34.0", PLANTED["a file that moved"][0]())
@@ -168,6 +184,15 @@ def test_table_markdown_and_news(checkout: Checkout) -> None:
     assert f"* `{found['v0.34.0']['overlay'][0]}`" in text
     assert "Upstream has a newer release, v0.34.0; v0.33.0 is pinned." in text
     assert "Upstream has a newer release, v0.34.0; v0.33.0 is pinned." in outcome.err
+
+
+def test_no_cell_is_cut_off_on_a_pipe(checkout: Checkout) -> None:
+    versions = [f"0.31.{number}" for number in range(9)]
+    for version in versions:
+        release(checkout, version, UPSTREAM)
+    outcome = checkout.run("drift", "--tags", "v0.31.0..pin")
+    heads = next(line.split() for line in outcome.out.splitlines() if "patch" in line)
+    assert heads == ["patch", *(f"v{version}" for version in versions), "v0.33.0"]
 
 
 def test_nothing_newer(checkout: Checkout) -> None:

@@ -462,7 +462,10 @@ def changes(draw: st.DrawFn, text: str) -> str:
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_there_and_back(checkout: Checkout, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """A rebase to any other upstream and back gives the same patch files, or is reported; nothing differs silently."""
+    """A rebase to any other upstream and back gives the same patch files, or is reported; nothing differs silently.
+
+    What a rebase will meet, `make drift` has foretold.
+    """
     root = tmp_path_factory.mktemp("random")
     other = Checkout(root, root / "cache", root / "files")
     other.files.mkdir()
@@ -487,7 +490,9 @@ def test_there_and_back(checkout: Checkout, tmp_path_factory: pytest.TempPathFac
         patched.setattr(PipConfig, "load", lambda: PipConfig({"no-index": "1", "find-links": str(other.files)}))
         patched.setenv("PIP_FIND_LINKS", str(other.files))
         for tag in ("v0.34.0", "v0.33.0"):
+            foretold = other.run("drift", f"--tags={tag}")
             outcome = run(other, f"--tag={tag}", "--yes")
+            assert (foretold.code, outcome.code) in ((0, 0), (26, 25)), foretold.out + outcome.err
             if outcome.code:
                 event("stopped")
                 assert outcome.code == 25

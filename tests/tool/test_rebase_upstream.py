@@ -71,7 +71,7 @@ def test_there_and_forward_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         shutil.copytree(REPOSITORY / name, layout.root / name)
     shutil.copy(REPOSITORY / "upstream.toml", layout.pins)
     shutil.rmtree(layout.resolutions("vllm"), ignore_errors=True)
-    monkeypatch.setattr(rebase, "_remembered", lambda layout, project: layout.build / "resolutions")
+    monkeypatch.setattr(Layout, "remembered", lambda layout, project: layout.root / "resolutions" / project)
     monkeypatch.setenv("PIP_FIND_LINKS", os.devnull)
     pinned = layout.pins.read_bytes()
     before = {path.name: path.read_bytes() for path in layout.patches("vllm").glob("*.patch")}
