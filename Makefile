@@ -47,7 +47,7 @@ drift: $(VENV)/.tool ## what series and overlay would meet on other releases (TA
 verify: $(VENV)/.tests ## does each prefix of the series apply, import and pass its tests? after install (PROJECT=)
 	@$(TOOL) verify
 
-bisect: $(VENV)/.tests ## which patch breaks or mends a command? (TEST="...", PROJECT=)
+bisect: $(VENV)/.tests ## which patch breaks or mends a command? (TEST="...", REV= of this repository, PROJECT=)
 	@$(TOOL) bisect
 
 show-change: $(VENV)/.tool ## what a change of patches, overlay or pin does to the source (REV=a or a..b, PROJECT=)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from scripts import prefix as prefix_module
-from scripts import series, storage
+from scripts import revision, series, storage
+from scripts.between import between
 from scripts.console import console
 from scripts.errors import BisectError
 from scripts.layout import Layout
 from scripts.pins import Project
 from scripts.prefix import OVERLAY, UPSTREAM, Checkout, Prefix
+from scripts.repository import Repository
 from scripts.upstream import Upstream
 
 #: What a shell answers where it cannot run a command: that says nothing about a prefix.
@@ -21,14 +24,17 @@ _NOT_RUN = (126, 127)
 class Found:
     """The first prefix with another result, what it does to the command, and what the command printed there."""
 
-    prefix: str
+    prefix: Prefix
     mends: bool
     output: str
 
-    def describe(self, project: Project) -> str:
+    def describe(self) -> str:
         """The answer as a sentence."""
+        project = self.prefix.project
         parts = {UPSTREAM: f"the pin ({project.name} {project.version})", OVERLAY: "the overlay"}
-        return f"{parts.get(self.prefix, self.prefix)} {'mends' if self.mends else 'breaks'} it"
+        names = [parts.get(name, name) for name in self.prefix.names]
+        verb = "mends it" if self.mends else "breaks it"
+        return f"{names[0]} {verb}" if len(names) == 1 else f"one of these, or several, {verb}: {', '.join(names)}"
 
 
 def bisect(layout: Layout, project: Project, upstream: Upstream, command: str) -> Found:
@@ -41,19 +47,50 @@ def bisect(layout: Layout, project: Project, upstream: Upstream, command: str) -
         BisectError: no command is given or it cannot be run, or it passes with the whole series and upstream alone.
         ApplyError: a patch does not apply.
     """
-    if not command.strip():
-        raise BisectError("no command is given", cure="make bisect TEST='python -m pytest tests/...'")
-    with series.workshop(layout, upstream) as repository:
+
+    def prefixes(repository: Repository) -> list[Prefix]:
         applied = series.apply(layout, project, repository, upstream.commit)
         applied.refuse_bad()
+        return prefix_module.prefixes(applied)
+
+    return _bisect(layout, project, upstream, command, prefixes, _in_series)
+
+
+def bisect_change(layout: Layout, project: Project, upstream: Upstream, command: str, revisions: str) -> Found:
+    """The same for what has changed since a revision of this repository (or from one to another, `A..B`).
+
+    Raises:
+        BisectError: as `bisect`, or it has the same result at both ends.
+        RevisionError: one of them is not a revision.
+        ApplyError: one of them does not apply.
+    """
+    with revision.states(layout, revisions) as (before, after):
+
+        def states(repository: Repository) -> list[Prefix]:
+            return between(before, after, project.name, repository)
+
+        return _bisect(layout, project, upstream, command, states, _in_change)
+
+
+def _bisect(
+    layout: Layout,
+    project: Project,
+    upstream: Upstream,
+    command: str,
+    choose: Callable[[Repository], list[Prefix]],
+    search: Callable[[_Runs, list[Prefix]], Found],
+) -> Found:
+    if not command.strip():
+        raise BisectError("no command is given", cure="make bisect TEST='python -m pytest tests/...'")
+    with series.workshop(layout, upstream) as repository, storage.scratch(layout.build, ".bisect-") as folder:
+        prefixes = choose(repository)
         if prefix_module.installed_package(project) is None:
             console.print(f"{project.name} {project.version} is not installed: there are its sources only")
-        with storage.scratch(layout.build, ".bisect-") as folder:
-            checkout = Checkout(layout, applied, repository, folder / "checkout")
-            return _search(_Runs(checkout, command), prefix_module.prefixes(applied))
+        checkout = Checkout(layout, project, repository, folder / "checkout")
+        return search(_Runs(checkout, command), prefixes)
 
 
-def _search(runs: _Runs, prefixes: list[Prefix]) -> Found:
+def _in_series(runs: _Runs, prefixes: list[Prefix]) -> Found:
     last, first = runs.passes(prefixes[-1]), runs.passes(prefixes[0])
     if last and first:
         raise BisectError(
@@ -63,16 +100,31 @@ def _search(runs: _Runs, prefixes: list[Prefix]) -> Found:
     if not last and not first:
         position = next((place for place in reversed(range(len(prefixes))) if runs.passes(prefixes[place])), None)
         bad = prefixes[0 if position is None else position + 1]
-        return Found(bad.name, False, runs.output(bad))
+        return Found(bad, False, runs.output(bad))
+    return _halve(runs, prefixes)
+
+
+def _in_change(runs: _Runs, states: list[Prefix]) -> Found:
+    last, first = runs.passes(states[-1]), runs.passes(states[0])
+    if len(states) == 1 or last == first:
+        raise BisectError(
+            f"the command {'passes' if last else 'fails'} at both ends" if len(states) > 1 else "nothing has changed",
+            cure="REV=, a revision at which it has another result; without REV= the series is searched",
+        )
+    return _halve(runs, states)
+
+
+def _halve(runs: _Runs, prefixes: list[Prefix]) -> Found:
+    """The first prefix from where on the result is that of the last, if it changes once."""
     low, high = 0, len(prefixes) - 1
+    first = runs.passes(prefixes[low])
     while high - low > 1:
         middle = (low + high) // 2
         if runs.passes(prefixes[middle]) == first:
             low = middle
         else:
             high = middle
-    changed = prefixes[high]
-    return Found(changed.name, last, runs.output(changed))
+    return Found(prefixes[high], not first, runs.output(prefixes[high]))
 
 
 class _Runs:

@@ -187,6 +187,9 @@ def verify(project: ProjectOption = "") -> None:
 @app.command()
 def bisect(
     command: Annotated[str, typer.Option("--test", envvar="TEST", help="Shell command; status 0 passes.")] = "",
+    revisions: Annotated[
+        str, typer.Option("--rev", envvar="REV", help="Search what changed since this git revision, or in A..B.")
+    ] = "",
     project: ProjectOption = "vllm",
 ) -> None:
     """Name the patch, the overlay or the pin that breaks a command, or mends it."""
@@ -194,9 +197,13 @@ def bisect(
     from scripts import build
 
     one = _load().project(project)
-    found = bisect_module.bisect(_layout, one, build.get_upstream(_layout, one, "sdist"), command)
+    upstream = build.get_upstream(_layout, one, "sdist")
+    if revisions:
+        found = bisect_module.bisect_change(_layout, one, upstream, command, revisions)
+    else:
+        found = bisect_module.bisect(_layout, one, upstream, command)
     print(found.output, end="")
-    output.print(found.describe(one))
+    output.print(found.describe())
 
 
 @app.command()
@@ -205,9 +212,10 @@ def show_change(
     project: ProjectOption = "",
 ) -> None:
     """Show what a change of patches, overlay or pin does to the source: REV against the working tree, or A..B."""
+    from scripts import revision
     from scripts import show_change as show_change_module
 
-    with show_change_module.states(_layout, revisions) as (before, after):
+    with revision.states(_layout, revisions) as (before, after):
         names = [project] if project else list(dict.fromkeys([*before.pins.projects, *after.pins.projects]))
         for name in names:
             print(show_change_module.compare(before, after, name).text(), end="")

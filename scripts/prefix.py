@@ -30,20 +30,35 @@ OVERLAY = "overlay"
 
 @dataclass(frozen=True)
 class Prefix:
-    """A prefix, named after what was laid on last: `upstream`, `overlay` or a patch file."""
+    """A prefix, named after what was laid on last: `upstream`, `overlay` or a patch file.
 
-    name: str
+    `upstream` and `overlay` are the commits that it is made of, `commit` is its last one.
+    """
+
+    names: tuple[str, ...]
+    project: Project
+    upstream: str
+    overlay: str
     commit: str
     patches: tuple[Patch, ...]
+
+    @property
+    def name(self) -> str:
+        return ", ".join(self.names)
 
 
 def prefixes(applied: Applied) -> list[Prefix]:
     """The prefixes of a series, the shortest first; they end before a patch that does not apply."""
-    found = [Prefix(UPSTREAM, applied.upstream, ()), Prefix(OVERLAY, applied.overlay, ())]
+    project, upstream, laid = applied.project, applied.upstream, applied.overlay
+    found = [
+        Prefix((UPSTREAM,), project, upstream, upstream, upstream, ()),
+        Prefix((OVERLAY,), project, upstream, laid, laid, ()),
+    ]
     for step in applied.steps:
         if not step.verdict.good or step.commit is None:
             break
-        found.append(Prefix(step.patch.name, step.commit, (*found[-1].patches, step.patch)))
+        patches = (*found[-1].patches, step.patch)
+        found.append(Prefix((step.patch.name,), project, upstream, laid, step.commit, patches))
     return found
 
 
@@ -63,21 +78,22 @@ class Checkout:
 
     Patches and overlay are those of the prefix, too, and the tests are as they were when it began, whatever happens
     in this checkout meanwhile; the other folders are links. Of the installed package come the files that upstream's
-    wheel has and no tree, such as compiled modules, and those that are upstream's in the prefix as well. Without an
-    installed package there are the sources alone.
+    wheel has and no tree, such as compiled modules, and those that are upstream's in the prefix as well; where a prefix
+    is of another release than is installed, they come out of that release's wheel. Without an installed package there
+    are the sources alone.
     """
 
-    def __init__(self, layout: Layout, applied: Applied, repository: Repository, folder: Path) -> None:
+    def __init__(self, layout: Layout, project: Project, repository: Repository, folder: Path) -> None:
         self.folder = folder
-        self._project = applied.project
+        self._layout = layout
+        self._project = project
         self._repository = repository
-        self._upstream = repository.files(applied.upstream, f"{self._project.package}/")
-        self._overlay = {one.path: one.entry for one in repository.changes(applied.upstream, applied.overlay)}
-        self._installed = self._usable(layout)
-        self._copy(layout)
+        self._releases: dict[str, tuple[dict[str, Entry], dict[str, Path]]] = {}
+        self._copy()
 
-    def _copy(self, layout: Layout) -> None:
+    def _copy(self) -> None:
         self.folder.mkdir()
+        layout = self._layout
         ours = {layout.patches(self._project.name), layout.overlay(self._project.package)}
         for path in sorted(layout.root.iterdir()):
             target = self.folder / path.name
@@ -95,20 +111,31 @@ class Checkout:
             else:
                 shutil.copy2(path, target)
 
-    def _usable(self, layout: Layout) -> dict[str, Path]:
-        """The files of the installed package that are upstream's, wherever the installed wheel comes from.
+    def _release(self, prefix: Prefix) -> tuple[dict[str, Entry], dict[str, Path]]:
+        """The files of a prefix's release: those of its package, and those that need not be written."""
+        if prefix.upstream not in self._releases:
+            files = self._repository.files(prefix.upstream, f"{self._project.package}/")
+            usable = self._usable(prefix.project, files) if installed_package(self._project) else {}
+            self._releases[prefix.upstream] = files, usable
+        return self._releases[prefix.upstream]
+
+    def _usable(self, project: Project, upstream: Mapping[str, Entry]) -> dict[str, Path]:
+        """The files on disk that are those of upstream's wheel, wherever the installed wheel comes from.
 
         With them comes what Python has compiled them to, which it would do anew for each prefix.
         """
-        package = installed_package(self._project)
-        if package is None:
-            return {}
-        with zipfile.ZipFile(fetch.wheel(layout, self._project, build.host_platform())) as wheel:
-            members = set(wheel.namelist())
+        package = installed_package(project)
+        with zipfile.ZipFile(fetch.wheel(self._layout, project, build.host_platform())) as wheel:
+            members = {name for name in wheel.namelist() if not name.endswith("/")}
+            if package is None:
+                folder = self.folder.with_name(f"{project.package}-{project.version}")
+                names = [name for name in members - upstream.keys() if name.startswith(f"{project.package}/")]
+                wheel.extractall(folder, names)
+                return {name: folder / name for name in names}
         found = {path.relative_to(package.parent).as_posix(): path for path in package.rglob("*") if path.is_file()}
         files = {}
         for name, path in found.items():
-            known = self._upstream.get(name)
+            known = upstream.get(name)
             if blob_id(path.read_bytes()) == known.blob if known else name in members:
                 files[name] = path
         return files | {name: path for name, path in found.items() if name.endswith(".pyc") and _source(name) in files}
@@ -116,21 +143,22 @@ class Checkout:
     def lay(self, prefix: Prefix) -> None:
         """Put a prefix in the place of the one before it."""
         package = self.folder / self._project.package
-        overlay = {} if prefix.name == UPSTREAM else self._overlay
         for folder in (package, self._patches, self.folder / "overlay" / self._project.package):
             shutil.rmtree(folder, ignore_errors=True)
+        upstream, usable = self._release(prefix)
         tree = self._repository.files(prefix.commit, f"{self._project.package}/")
         kept = {
             name: path
-            for name, path in self._installed.items()
-            if (known := self._upstream.get(_source(name))) is None or tree.get(_source(name)) == known
+            for name, path in usable.items()
+            if (known := upstream.get(_source(name))) is None or tree.get(_source(name)) == known
         }
         for name, path in kept.items():
             target = self.folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.symlink_to(path)
         self._write("", {name: entry for name, entry in tree.items() if name not in kept})
-        self._write("overlay/", {name: entry for name, entry in overlay.items() if entry})
+        ours = {change.path: change.entry for change in self._repository.changes(prefix.upstream, prefix.overlay)}
+        self._write("overlay/", {name: entry for name, entry in ours.items() if entry})
         self._patches.mkdir(parents=True)
         for patch in prefix.patches:
             (self._patches / patch.name).write_bytes(patch.text)

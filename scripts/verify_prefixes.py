@@ -122,7 +122,7 @@ class _Check:
         self._results = layout.cache / "verified"
         self._applied = applied
         self._repository = repository
-        self._checkout = Checkout(layout, applied, repository, folder / "checkout")
+        self._checkout = Checkout(layout, applied.project, repository, folder / "checkout")
         self._packages = _packages()
 
     def report(self, prefix: Prefix, verdict: str) -> Report:
