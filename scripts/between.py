@@ -90,12 +90,12 @@ class _Changes:
         return [name for name in order if name in self.old] != list(self.old)
 
     def step(self) -> str:
-        """Make the next patch what it is in the new series; its name, or nothing where all are."""
+        """Make the next patch what it is in the new series; which that is, or nothing where all are."""
         for name in self._order:
             now, new = self._now.get(name), self._new.get(name)
             if new is None and now is not None:
                 del self._now[name]
-                return name
+                return f"{name} (gone)"
             if new is not None and (now is None or now.text != new.text):
                 self._now[name] = new
                 return name

@@ -9,6 +9,9 @@ import pytest
 from tests.tool import miniature
 from tests.tool.miniature import Checkout
 
+#: Golden folders that hold tests of a miniature package.
+collect_ignore_glob = ["verify_scenarios/*"]
+
 
 @pytest.fixture(autouse=True)
 def clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

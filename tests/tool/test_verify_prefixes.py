@@ -1,9 +1,14 @@
-"""`make verify`: each prefix by itself, on a miniature package that is really imported and tested."""
+"""`make verify`: each prefix by itself, on a miniature package that is really imported and tested.
+
+A golden folder has a `before/` that is verified first and an `after/` that is verified then, and in expected.txt what
+is said of them.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import shutil
 import time
 import zipfile
@@ -20,6 +25,7 @@ from tests.tool.test_interrupt import kill_after, leftovers
 pytestmark = pytest.mark.slow
 
 START, CONFIG, HOOK = SERIES
+SCENARIOS = sorted(Path(__file__).with_name("verify_scenarios").iterdir())
 
 FAKE_GPU = "def install(package):\n    pass\n\n\ndef stub_extensions(package):\n    pass\n"
 TESTS = {
@@ -81,6 +87,22 @@ def change(checkout: Checkout, name: str, old: str, new: str) -> None:
     path.write_bytes(content.replace(old, new).encode())
 
 
+# -- golden folders ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda path: path.name)
+def test_scenario(checkout: Checkout, scenario: Path) -> None:
+    said = ""
+    for state in ("before", "after"):
+        checkout.put(scenario / state)
+        outcome = checkout.run("verify", "--project=vllm")
+        reports = re.sub(r"; \d+ s$", "; anew", outcome.out, flags=re.MULTILINE)
+        reports = re.sub(rf"{checkout.root}/build/\.verify-\w+/", "", reports)
+        told = outcome.err.replace(f"{checkout.root}/", "")
+        said += f"$ verify  # {state}\n{told}{reports}exit code {outcome.code}\n"
+    assert said == (scenario / "expected.txt").read_text()
+
+
 # -- what is checked ---------------------------------------------------------------------------------
 
 
@@ -111,41 +133,6 @@ def test_command(checkout: Checkout) -> None:
     assert names == [*(f"vllm: {name}: ok" for name in ("overlay", *SERIES)), "vllm-gguf-plugin: overlay: ok"]
     assert f"{HOOK}: verifying (test files: 1)\n" in outcome.err
     assert all(line.endswith("; as before") for line in checkout.run("verify").out.splitlines())
-
-
-def test_failing_prefix_is_named_and_the_rest_is_looked_at(checkout: Checkout) -> None:
-    name_tests(checkout, {CONFIG: "tests/test_start.py"})
-    change(checkout, START, "+    result = 1\n", "+    result = 2\n")
-    outcome = checkout.run("verify", "--project=vllm")
-    assert outcome.code == 27
-    assert f"vllm: {START}: ok; " in outcome.out  # whose patch names no tests
-    for name in (CONFIG, HOOK):
-        assert f"vllm: {name}: FAILED; exact; " in outcome.out
-    assert outcome.out.count("tests.test_start.test_start: assert 2 == 1") == 2
-    assert f"these prefixes do not work: vllm: {CONFIG}, vllm: {HOOK}\n" in outcome.err
-
-
-def test_a_later_patch_mends(checkout: Checkout) -> None:
-    """The whole series is well, and yet one prefix is not."""
-    change(checkout, CONFIG, "+B = 20\r\n", "+B = 20 +\r\n")
-    patch = checkout.patches / CONFIG
-    text = patch.read_bytes().decode().replace("+B = 20 +\r\n", "+B = 20\r\n").replace("-B = 2\r\n", "-B = 20 +\r\n")
-    text = text.replace("+B2 = 21\r\n", " B2 = 21\r\n").replace("-1,4 +1,5", "-1,5 +1,5").replace("Config b", "Mended")
-    checkout.add_patch("mended.patch", text.encode())
-    reports = verify(checkout)
-    assert [(report.name, report.found.problems) for report in reports if report.found.problems] == [
-        (CONFIG, ("vllm/config.py:2: invalid syntax",)),
-        (HOOK, ("vllm/config.py:2: invalid syntax",)),
-    ]
-    assert reports[-1].name == "mended.patch"
-
-
-def test_import_that_fails(checkout: Checkout) -> None:
-    (checkout.root / "overlay" / "vllm" / "ours" / "backend.py").write_text("from vllm.engine import pause\n")
-    report = verify(checkout)[0]
-    (problem,) = report.found.problems
-    said = "import vllm.ours.backend: vllm/ours/backend.py:1: ImportError: cannot import name 'pause'"
-    assert problem.startswith(said)
 
 
 def test_import_that_ends_the_process(checkout: Checkout) -> None:
@@ -182,16 +169,6 @@ def test_long_lists_are_cut(checkout: Checkout) -> None:
     report = verify(checkout)[-1]
     assert len(report.found.problems) == 30
     assert str(report).endswith("tests.test_start.test[19]: assert 19 == 30\n  and 10 more")
-
-
-def test_patch_that_does_not_apply_ends_it(checkout: Checkout) -> None:
-    change(checkout, CONFIG, "-B = 2\r\n", "-B = 3\r\n")
-    outcome = checkout.run("verify", "--project=vllm")
-    assert outcome.code == 27
-    assert f"vllm: {START}: ok; " in outcome.out
-    assert f"vllm: {CONFIG}: FAILED; conflict(vllm/config.py); " in outcome.out
-    assert "hunk 1 of 1" in outcome.out
-    assert f"follow a patch that does not apply: {HOOK}" in outcome.err
 
 
 # -- where the tests see it --------------------------------------------------------------------------
