@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.build import ROOT, hardware, run, timed
-from scripts import drift, fetch, index, overlay, overlay_check, pins, series, symbols, upstream
+from scripts import drift, fetch, index, overlay, overlay_check, pins, series, symbols, upstream, way_back
 from scripts.layout import Layout, default_cache
 from scripts.repository import Repository
 
@@ -75,6 +75,7 @@ def main() -> None:
     if not shutil.which("quilt"):
         sys.exit("quilt is not installed")
 
+    load = os.getloadavg()[0]
     layout = Layout(ROOT, default_cache())
     project = pins.load(layout.pins).project("vllm")
     pinned = upstream.from_sdist(layout, project)
@@ -90,7 +91,8 @@ def main() -> None:
         base = series.apply(layout, project, repository, pinned.commit)
         base.refuse_bad()
         ours = overlay.files(layout, project)
-        patches = [step.patch for step in base.steps]
+        commits_there = {step.patch.name: step.commit for step in base.steps if step.commit}
+        patches = [way_back.as_committed(repository, step.patch.path, step.commit or "") for step in base.steps]
         top, whole = plain.am(pinned.commit)
         assert whole
         for where in (plain.quilt(), top):
@@ -105,7 +107,8 @@ def main() -> None:
 
         def drift_of(tag: str) -> None:
             repository.files(commits[tag])
-            tips[tag] = series.lay(project, repository, commits[tag], ours, patches).tip
+            laid = series.lay(project, repository, commits[tag], ours, patches)
+            tips[tag] = drift.confirmed(repository, laid, commits_there).tip
 
         def check_overlay(tag: str) -> None:
             for remembered in (overlay_check._uses, symbols._parse_blob, symbols._parse):
@@ -128,6 +131,7 @@ def main() -> None:
     result = {
         "what": "seconds; each ratio is how many times longer the plain way took, turn by turn",
         "hardware": hardware(),
+        "load_average_before": round(load, 1),
         "versions": {"vllm": project.version, "python": platform.python_version(), "patches": len(patches)},
         "seconds": {name: [round(value, 3) for value in values] for name, values in seconds.items()},
         "median_seconds": {name: round(statistics.median(values), 3) for name, values in seconds.items()},
