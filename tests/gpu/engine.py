@@ -100,10 +100,17 @@ class Outcome:
     result: dict[str, Any] | None  # see run_engine.py
 
     @property
+    def excerpt(self) -> str:
+        """Where the log first speaks of an error, and its end: what an engine says of the others' errors is long."""
+        first = re.search(r"^.*(?:ERROR|Traceback|Segmentation)", self.log, re.MULTILINE)
+        start = first.start() if first else len(self.log)
+        return f"{self.log[start : start + 6000]}\n[...]\n{self.log[-4000:]}"
+
+    @property
     def indexer(self) -> str:
         """Whose kernels compute the sparse indexer's logits, and why, as the log says."""
         lines = set(re.findall(r"Sparse indexer logits: (.*?\))", self.log))
-        assert len(lines) == 1, f"the log names {sorted(lines)}:\n{self.log[-10_000:]}"
+        assert len(lines) == 1, f"the log names {sorted(lines)}:\n{self.excerpt}"
         return lines.pop()
 
 
@@ -140,7 +147,7 @@ class Engines:
     def result(self, run: Run) -> dict[str, Any]:
         """Return what a run wrote; fail with its log if it did not."""
         outcome = self.outcome(run)
-        assert outcome.result is not None, f"{run} ended with {outcome.returncode}:\n{outcome.log[-10_000:]}"
+        assert outcome.result is not None, f"{run} ended with {outcome.returncode}:\n{outcome.excerpt}"
         return outcome.result
 
     def close(self) -> None:
