@@ -73,8 +73,8 @@ class _Changes:
 
     def fit(self, upstream: str, files: Mapping[str, Path]) -> None:
         """Let the patches that do not apply to a release have their new text."""
-        theirs = self._repository.files(upstream)
-        fitting = {path: file for path, file in files.items() if path not in overlay.shadows(files, theirs)}
+        shadows = overlay.shadows(files, self._repository.files(upstream))
+        fitting = {path: file for path, file in files.items() if path not in shadows}
         for step in series.lay(self._project, self._repository, upstream, fitting, self.now()).steps:
             if not step.verdict.good and step.patch.name in self._new:
                 self._now[step.patch.name] = self._new[step.patch.name]
