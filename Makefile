@@ -4,9 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 TOOL := $(VENV)/bin/python -m scripts
 override CMD := $(value CMD)# a shell's text: its dollar signs are not make's
-export PROJECT PLATFORM SOURCE REPOSITORY FORCE VERBATIM JSON PATCH CMD CONTINUE ABORT
+override TEST := $(value TEST)
+export PROJECT PLATFORM SOURCE REPOSITORY FORCE VERBATIM JSON PATCH CMD CONTINUE ABORT REV TEST TAG YES SKIP KEEP TAGS MARKDOWN
 
-.PHONY: help wheel fetch tree status check export edit verify-wheel install bump test bench clean
+.PHONY: help wheel fetch tree status check export edit rebase drift verify bisect show-change verify-wheel install bump test bench clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -36,6 +37,21 @@ edit: $(VENV)/.tool ## work on one patch (PATCH=name, CMD=, CONTINUE=1, ABORT=1,
 
 export: $(VENV)/.tool ## commits of build/<project> back to patch files (PROJECT=, FORCE=1, VERBATIM=1)
 	@$(TOOL) export
+
+rebase: $(VENV)/.tool ## bring the series to another release (TAG=v0.33.0|latest, YES=1, CONTINUE=1, SKIP=1, KEEP=1, ABORT=1, PROJECT=)
+	@$(TOOL) rebase
+
+drift: $(VENV)/.tool ## what series and overlay would meet on other releases (TAGS=, JSON=path, MARKDOWN=path, PROJECT=)
+	@$(TOOL) drift
+
+verify: $(VENV)/.tests ## does each prefix of the series apply, import and pass its tests? after install (PROJECT=)
+	@$(TOOL) verify
+
+bisect: $(VENV)/.tests ## which patch breaks or mends a command? (TEST="...", REV= of this repository, PROJECT=)
+	@$(TOOL) bisect
+
+show-change: $(VENV)/.tool ## what a change of patches, overlay or pin does to the source (REV=a or a..b, PROJECT=)
+	@$(TOOL) show-change
 
 fetch: $(VENV)/.tool ## bring the pinned upstream files into the cache (PLATFORM=)
 	@$(TOOL) fetch

@@ -16,7 +16,7 @@ from scripts.console import console, output
 from scripts.errors import FatalError, StorageError
 from scripts.layout import Layout, default_cache
 from scripts.pins import Pins, Project
-from scripts.storage import locked
+from scripts.storage import locked, write
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 
@@ -162,6 +162,122 @@ def edit(
             name = patch if patch.endswith(".patch") else f"{patch}.patch"
             done = edit_module.start(_layout, one, origin, name, command)
     _report_export(one, done.written, done.removed)
+
+
+@app.command()
+def verify(project: ProjectOption = "") -> None:
+    """Check that each prefix of the series applies, compiles, imports and passes its tests."""
+    from scripts import build, verify_prefixes
+    from scripts.errors import PrefixError
+
+    pins = _load()
+    bad = []
+    for one in _projects(pins, project):
+        for report in verify_prefixes.verify(_layout, one, build.get_upstream(_layout, one, "sdist")):
+            output.print(f"{one.name}: {report}")
+            if report.found.problems:
+                bad.append(f"{one.name}: {report.name}")
+    if bad:
+        raise PrefixError(
+            f"these prefixes do not work: {', '.join(bad)}",
+            cure="`make edit PATCH=...` opens the first of them; what passed is not done again",
+        )
+
+
+@app.command()
+def bisect(
+    command: Annotated[str, typer.Option("--test", envvar="TEST", help="Shell command; status 0 passes.")] = "",
+    revisions: Annotated[
+        str, typer.Option("--rev", envvar="REV", help="Search what changed since this git revision, or in A..B.")
+    ] = "",
+    project: ProjectOption = "vllm",
+) -> None:
+    """Name the patch, the overlay or the pin that breaks a command, or mends it."""
+    from scripts import bisect as bisect_module
+    from scripts import build
+
+    one = _load().project(project)
+    upstream = build.get_upstream(_layout, one, "sdist")
+    if revisions:
+        found = bisect_module.bisect_change(_layout, one, upstream, command, revisions)
+    else:
+        found = bisect_module.bisect(_layout, one, upstream, command)
+    print(found.output, end="")
+    output.print(found.describe())
+
+
+@app.command()
+def show_change(
+    revisions: Annotated[str, typer.Option("--rev", envvar="REV", help="Git revision, or two: A..B.")] = "HEAD",
+    project: ProjectOption = "",
+) -> None:
+    """Show what a change of patches, overlay or pin does to the source: REV against the working tree, or A..B."""
+    from scripts import revision
+    from scripts import show_change as show_change_module
+
+    with revision.states(_layout, revisions) as (before, after):
+        names = [project] if project else list(dict.fromkeys([*before.pins.projects, *after.pins.projects]))
+        for name in names:
+            print(show_change_module.compare(before, after, name).text(), end="")
+
+
+@app.command()
+def rebase(
+    tag: Annotated[str, typer.Option(envvar="TAG", help="Release to go to, or latest.")] = "",
+    project: ProjectOption = "vllm",
+    yes: Annotated[bool, typer.Option(envvar="YES", help="Pin it without being asked.")] = False,
+    go_on: Annotated[bool, typer.Option("--continue", envvar="CONTINUE", help="Go on with it.")] = False,
+    skip: Annotated[bool, typer.Option(envvar="SKIP", help="Leave out the patch that it stopped at.")] = False,
+    keep: Annotated[bool, typer.Option(envvar="KEEP", help="Stop here and write what is done.")] = False,
+    abort: Annotated[bool, typer.Option(envvar="ABORT", help="Drop it.")] = False,
+) -> None:
+    """Bring the series to another upstream release, patch by patch."""
+    from scripts import rebase as rebase_module
+
+    if (bool(tag), go_on, skip, keep, abort).count(True) != 1:
+        raise typer.BadParameter("give one of TAG=, CONTINUE=1, SKIP=1, KEEP=1, ABORT=1")
+    one = _load().project(project)
+    with locked(_layout.build / ".lock"):
+        if abort:
+            rebase_module.abort(_layout, one)
+            return
+        if tag:
+            done = rebase_module.start(_layout, one, tag, yes=yes)
+        elif go_on:
+            done = rebase_module.proceed(_layout, one)
+        else:
+            done = (rebase_module.skip if skip else rebase_module.keep)(_layout, one)
+    _report_export(one, done.exported.written, done.exported.removed)
+    output.print(f"{_layout.pins}: {one.name} is pinned to {done.project.tag}")
+    for name in done.rest:
+        output.print(f"still to do: {name}; `make rebase TAG={done.project.tag}` goes on")
+
+
+@app.command()
+def drift(
+    tags: Annotated[str, typer.Option(envvar="TAGS", help="Releases: tags, pin, latest, ranges A..B.")] = "",
+    project: ProjectOption = "vllm",
+    json_path: Annotated[str, typer.Option("--json", envvar="JSON", help="Write JSON here; 1: print it.")] = "",
+    markdown_path: Annotated[str, typer.Option("--markdown", envvar="MARKDOWN", help="Write Markdown here.")] = "",
+) -> None:
+    """Show what the series and the overlay would meet on other upstream releases; fails unless a rebase is clean."""
+    from scripts import drift as drift_module
+
+    one = _load().project(project)
+    found = drift_module.drift(_layout, one, tags)
+    text = json.dumps(drift_module.as_json(found), indent=1)
+    if markdown_path:
+        write(Path(markdown_path).absolute(), drift_module.markdown(found).encode())
+    if json_path not in ("", "1"):
+        write(Path(json_path).absolute(), f"{text}\n".encode())
+    if json_path == "1":
+        print(text)
+    else:
+        output.print(drift_module.table(found))
+        for line in drift_module.details(found):
+            output.print(line)
+    console.print(drift_module.news(found))
+    found.refuse_unclean()
 
 
 def _report_export(project: Project, written: tuple[str, ...], removed: tuple[str, ...]) -> None:

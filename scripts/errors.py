@@ -79,6 +79,36 @@ class LintError(FatalError):
     exit_code = 24
 
 
+class RebaseError(FatalError):
+    """A rebase cannot be started, or has stopped at something that the user has to decide."""
+
+    exit_code = 25
+
+
+class DriftError(FatalError):
+    """A rebase to one of the releases that were looked at would not be clean."""
+
+    exit_code = 26
+
+
+class PrefixError(FatalError):
+    """A prefix of the series does not work, or none can be tried."""
+
+    exit_code = 27
+
+
+class BisectError(FatalError):
+    """No part of the distribution can be named for what a command does."""
+
+    exit_code = 28
+
+
+class RevisionError(FatalError):
+    """A state of this repository is asked for that it does not have."""
+
+    exit_code = 29
+
+
 class WheelError(FatalError):
     """A wheel cannot be assembled from these inputs."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,10 +102,13 @@ def export_commits(
     *,
     force: bool = False,
     verbatim: bool = False,
+    rest: Sequence[str] = (),
+    dropped: Collection[str] = (),
 ) -> Exported:
     """Write the commits after `overlay_commit` up to `tip` as patch files and list them in the series.
 
-    `patches` are the patch files that the commits were made from, by sha256.
+    `patches` are the patch files that the commits were made from, by sha256. `rest` are those that have no commit
+    and stay as they are at the end of the series, `dropped` those that are meant to go.
 
     Raises:
         UnsavedWorkError: a patch would vanish, or a patch file was edited meanwhile, and not `force`.
@@ -125,10 +128,10 @@ def export_commits(
     names = [_name(repository, commit) for commit in commits[1:]]
     series.refuse_names(folder / "series", names)
     series.refuse_unlisted(folder, {*listed, *names})
-    removed = tuple(name for name in listed if name not in names)
-    if removed and not force:
+    removed = tuple(name for name in listed if name not in names and name not in rest)
+    if (lost := [name for name in removed if name not in dropped]) and not force:
         raise UnsavedWorkError(
-            f"no commit for {', '.join(removed)}: the export would remove it", cure="FORCE=1 if that is meant"
+            f"no commit for {', '.join(lost)}: the export would remove it", cure="FORCE=1 if that is meant"
         )
     texts = {}
     kept = []
@@ -152,7 +155,7 @@ def export_commits(
         write(path, text)
     for name in removed:
         (folder / name).unlink(missing_ok=True)
-    _write_series(folder / "series", names)
+    _write_series(folder / "series", [*names, *rest])
     return Exported(tuple(names), tuple(path.name for path in texts), removed)
 
 

@@ -49,17 +49,18 @@ def cached(layout: Layout, sha256: str) -> Path | None:
 def _file(layout: Layout, project: Project, kind: str, sha256: str) -> Path:
     path = cached(layout, sha256)
     if path:
-        if _digest(path) == sha256:
+        if digest(path) == sha256:
             return path
         console.print(f"{path}: damaged, fetching it again")
     with locked(layout.cache / "partial" / f"{sha256}.lock"):
         path = cached(layout, sha256)
-        if path and _digest(path) == sha256:
+        if path and digest(path) == sha256:
             return path  # another run fetched it while this one waited
         return _download(layout, project, kind, sha256)
 
 
-def _digest(path: Path) -> str:
+def digest(path: Path) -> str:
+    """The sha256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -123,16 +124,16 @@ def _download(layout: Layout, project: Project, kind: str, sha256: str) -> Path:
         failure: Exception | None = None
         for link in links:
             try:
-                left = _digest(partial) if partial.exists() else ""
+                left = digest(partial) if partial.exists() else ""
                 if left != sha256:
                     _stream(client, link, partial)
-                if left and _digest(partial) != sha256:
+                if left and digest(partial) != sha256:
                     partial.unlink()  # the fault may be in what an earlier run left
                     _stream(client, link, partial)
             except _TransferError as error:
                 failure = error
                 continue
-            actual = _digest(partial)
+            actual = digest(partial)
             if actual == sha256:
                 target = layout.cache / "files" / sha256 / link.filename
                 replace(partial, target)

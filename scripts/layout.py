@@ -52,3 +52,14 @@ class Layout:
 
     def edit(self, project: str) -> Path:
         return self.build / "edit" / project
+
+    def rebase(self, project: str) -> Path:
+        return self.build / "rebase" / project
+
+    def resolutions(self, project: str) -> Path:
+        """Conflicts of earlier rebases and how they were resolved."""
+        return self.patches(project) / "rerere"
+
+    def remembered(self, project: str) -> Path:
+        """The same for all of this user's rebases, kept even where one is aborted."""
+        return self.cache / "resolutions" / project

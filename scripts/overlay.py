@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from scripts.errors import SeriesError
@@ -38,15 +38,21 @@ def mode(path: Path) -> str:
     return "100755" if path.stat().st_mode & 0o100 else "100644"
 
 
+def shadows(overlay: Iterable[str], upstream: Iterable[str]) -> list[str]:
+    """The overlay files that upstream has as well, or that are where upstream has a folder."""
+    theirs = set(upstream)
+    theirs |= {path.rsplit("/", count)[0] for path in theirs for count in range(1, path.count("/") + 1)}
+    return [path for path in overlay if path in theirs]
+
+
 def refuse_shadows(overlay: Mapping[str, Path], upstream: Mapping[str, Entry]) -> None:
     """Refuse overlay files that upstream has as well: a change of an upstream file is a patch.
 
     Raises:
         SeriesError: there are such files, or one is where upstream has a folder.
     """
-    folders = {path.rsplit("/", count)[0] for path in upstream for count in range(1, path.count("/") + 1)}
-    if shadows := [str(source) for path, source in overlay.items() if path in upstream or path in folders]:
+    if found := shadows(overlay, upstream):
         raise SeriesError(
-            f"overlay files shadow files of upstream: {', '.join(shadows)}",
+            f"overlay files shadow files of upstream: {', '.join(str(overlay[path]) for path in found)}",
             cure="change upstream's files with a patch; the overlay holds new files only",
         )

@@ -184,6 +184,23 @@ def record_commit(path: Path, project: Project, commit: str) -> None:
     write(path, tomlkit.dumps(document).encode())
 
 
+def record(path: Path, project: Project) -> None:
+    """Pin another release of a project, leaving the rest of the file as it is."""
+    document = tomlkit.parse(path.read_text(encoding="utf-8"))
+    table = document[project.name]
+    assert isinstance(table, tomlkit.items.Table)
+    for key in ("version", "tag", "commit", "sdist"):
+        if value := getattr(project, key):
+            table[key] = value
+        else:
+            table.pop(key, None)
+    wheels = table["wheel"]
+    assert isinstance(wheels, tomlkit.items.Table)
+    for platform, sha256 in project.wheels.items():
+        wheels[platform] = sha256
+    write(path, tomlkit.dumps(document).encode())
+
+
 def bump(path: Path) -> int:
     """Raise release.number by one and return it."""
     number = load(path).number + 1

@@ -205,10 +205,9 @@ class Repository:
         """The ids of a commit's parents."""
         return self.line("rev-list", "--parents", "--max-count=1", "--end-of-options", commit).split()[1:]
 
-    def files(self, tree: str, folder: str = "") -> dict[str, Entry]:
-        """Every file of a tree, or of one of its folders, by its path from the top."""
-        paths = ["--", folder] if folder else []
-        listing = self.run("ls-tree", "-r", "-z", "--full-tree", tree, *paths).decode(errors="surrogateescape")
+    def files(self, tree: str, *paths: str) -> dict[str, Entry]:
+        """Every file of a tree, or those of these files and folders in it, by its path from the top."""
+        listing = self.run("ls-tree", "-r", "-z", "--full-tree", tree, "--", *paths).decode(errors="surrogateescape")
         entries = {}
         for record in listing.split("\0")[:-1]:
             meta, path = record.split("\t", 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,13 +164,19 @@ def apply(layout: Layout, project: Project, repository: Repository, upstream: st
     """
     patches = load(layout, project, repository)
     ours = overlay.files(layout, project)
-    theirs = repository.files(upstream)
-    overlay.refuse_shadows(ours, theirs)
+    overlay.refuse_shadows(ours, repository.files(upstream))
     for one in patches:
         if touched := [file.path for file in one.files if file.path in ours]:
             raise SeriesError(
                 f"{one.path}: touches overlay files: {', '.join(touched)}", cure="change the overlay file itself"
             )
+    return lay(project, repository, upstream, ours, patches)
+
+
+def lay(
+    project: Project, repository: Repository, upstream: str, ours: Mapping[str, Path], patches: Sequence[Patch]
+) -> Applied:
+    """The same for an overlay and patches that were read and found to keep the rules."""
     with repository.private_index() as index:
         repository.read_tree(index, upstream)
         blobs = repository.add_blobs(list(ours.values()))

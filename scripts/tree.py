@@ -116,15 +116,17 @@ def clean(layout: Layout, *, force: bool = False) -> None:
     """Remove build/ and dist/; the cache stays.
 
     Raises:
-        UnsavedWorkError: a tree or an edit holds work that exists nowhere else.
+        UnsavedWorkError: a tree, an edit or a rebase holds work that exists nowhere else.
     """
     folders = sorted(path for path in layout.build.glob("*") if path.is_dir() and not path.name.startswith("."))
     for folder in folders:
-        known = folder.name != "edit" or not any(folder.iterdir())
-        if not known and not force:
-            raise UnsavedWorkError(f"{folder}: an edit is under way", cure="finish it, or FORCE=1 discards it")
-        if known and folder.name != "edit":
+        if folder.name not in ("edit", "rebase"):
             refuse_to_lose(folder, force)
+        elif not force and any(folder.iterdir()):
+            raise UnsavedWorkError(
+                f"{folder}: {'an edit' if folder.name == 'edit' else 'a rebase'} is under way",
+                cure="finish it, or FORCE=1 discards it",
+            )
     for folder in [*folders, layout.dist]:
         if folder.exists():
             discard(folder, layout.build)

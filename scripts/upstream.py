@@ -6,9 +6,12 @@ machine. `make clean` leaves it where it is; a build repository reads its object
 
 from __future__ import annotations
 
+import re
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+
+from packaging.version import Version
 
 from scripts import fetch, pins
 from scripts.console import console
@@ -101,6 +104,23 @@ def _compare_with_sdist(layout: Layout, repository: Repository, project: Project
             f"{len(differing)} files of {project.tag} differ from the source distribution, first {differing[0]}",
             cure="one of the two was tampered with: do not build from either",
         )
+
+
+def imported(layout: Layout, project: Project) -> dict[Version, str]:
+    """The commits of the releases whose source distributions are in the cache as git objects."""
+    repository = _repository(layout, project)
+    if not repository.git_dir.exists():
+        return {}
+    listing = repository.run("for-each-ref", "--format=%(objectname) %(contents:subject)", "refs/upstream").decode()
+    records = [line.split(" ") for line in listing.splitlines()]
+    return {Version(version): commit for commit, _, _, version in records}
+
+
+def stated_commit(origin: Upstream, project: Project) -> str:
+    """The commit that a release says it was made of; empty where it does not say, or not enough of it."""
+    text = origin.repository.read(origin.commit, f"{project.package}/{GENERATED}") or b""
+    found = re.search(rb"^__commit_id__ = (?:\w+ = )?'g([0-9a-f]+)'$", text, re.MULTILINE)
+    return found[1].decode() if found and len(found[1]) >= pins.COMMIT_DIGITS else ""
 
 
 def _repository(layout: Layout, project: Project) -> Repository:

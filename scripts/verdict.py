@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -58,7 +58,9 @@ def judge(repository: Repository, index: Path, patch: Patch, package: str) -> Ve
         offsets = [abs(int(number)) for number in re.findall(r"\(offset (-?\d+) lines?\)", result.stderr)]
         return Verdict(Kind.OFFSET, str(max(offsets))) if offsets else Verdict(Kind.EXACT)
     tree = repository.write_tree(index)
-    gone = [file.path for file in patch.files if repository.read(tree, file.path) is None]
+    entries = repository.files(tree, *{file.path for file in patch.files})
+    contents = dict(zip(entries, repository.blobs([entry.blob for entry in entries.values()]), strict=True))
+    gone = [file.path for file in patch.files if file.path not in contents]
     if gone:
         return Verdict(Kind.FILE_GONE, ", ".join(gone), "upstream's sources have no such file at this version")
     if repository.apply(patch.diff, index, reverse=True, check=True):
@@ -67,9 +69,10 @@ def judge(repository: Repository, index: Path, patch: Patch, package: str) -> Ve
         f"{file.path} hunk {number}"
         for file in patch.files
         for number, hunk in enumerate(file, 1)
-        if repository.apply(_alone(file, hunk), index, reverse=True, check=True)
+        if _may_be_in(hunk, contents[file.path])
+        and repository.apply(_alone(file, hunk), index, reverse=True, check=True)
     ]
-    explanation = _both_sides(repository, tree, patch, result)
+    explanation = _both_sides(contents, patch, result)
     if taken:
         return Verdict(Kind.PARTLY, ", ".join(taken), explanation)
     if repository.apply(patch.diff, index, three_way=True):
@@ -88,7 +91,13 @@ def _alone(file: PatchedFile, hunk: Hunk) -> bytes:
     return f"--- {file.source_file}\n+++ {file.target_file}\n{hunk}".encode("utf-8", "surrogateescape")
 
 
-def _both_sides(repository: Repository, tree: str, patch: Patch, result: Output) -> str:
+def _may_be_in(hunk: Hunk, content: bytes) -> bool:
+    """Whether the lines that a hunk leaves stand in a file; only then is git worth asking, which takes far longer."""
+    lines = "".join(line.value for line in hunk.target_lines()).encode("utf-8", "surrogateescape")
+    return lines.replace(b"\r", b"").rstrip(b"\n") in content.replace(b"\r", b"")
+
+
+def _both_sides(contents: Mapping[str, bytes], patch: Patch, result: Output) -> str:
     """For each hunk that git names: what the patch expects and what the tree has at the likeliest place."""
     parts = []
     for path, line in re.findall(r"^error: patch failed: (.+):(\d+)$", result.stderr, re.MULTILINE):
@@ -96,7 +105,7 @@ def _both_sides(repository: Repository, tree: str, patch: Patch, result: Output)
             for number, hunk in enumerate(file, 1):
                 if file.path != path or hunk.source_start != int(line):
                     continue
-                content = (repository.read(tree, path) or b"").decode("utf-8", "replace").splitlines()
+                content = contents[path].decode("utf-8", "replace").splitlines()
                 expected = [text.value.rstrip("\r\n") for text in hunk.source_lines()]
                 start = _likeliest(content, expected, hunk.source_start - 1)
                 found = content[start : start + len(expected)]

@@ -9,12 +9,16 @@ import pytest
 from tests.tool import miniature
 from tests.tool.miniature import Checkout
 
+#: Golden folders that hold tests of a miniature package.
+collect_ignore_glob = ["verify_scenarios/*"]
+
 
 @pytest.fixture(autouse=True)
 def clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No setting of the user's reaches a test: pip's, make's variables for the tool, git's."""
     variables = ("PROJECT", "PLATFORM", "SOURCE", "REPOSITORY", "FORCE", "VERBATIM", "JSON", "PATCH", "CMD")
-    for name in [*variables, "CONTINUE", "ABORT", *(name for name in os.environ if name.startswith(("PIP_", "GIT_")))]:
+    variables += ("CONTINUE", "ABORT", "SKIP", "KEEP", "YES", "TAG", "TAGS", "MARKDOWN", "REV", "TEST")
+    for name in [*variables, *(name for name in os.environ if name.startswith(("PIP_", "GIT_")))]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)

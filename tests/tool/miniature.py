@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import io
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -241,6 +242,15 @@ class Checkout:
             # The attributes of upstream's files are not those of the tool's repositories.
             (author / ".git" / "info" / "attributes").write_text("* !diff\n")
             self.add_patch(name, git(author, "format-patch", "-1", "--stdout", *options).encode())
+
+    def put(self, state: Path) -> None:
+        """Make this what a golden folder says; what the folder has nothing of stays as it is."""
+        for name in ("patches", "overlay", "tests"):
+            if (state / name).is_dir():
+                if name != "tests":
+                    shutil.rmtree(self.root / name, ignore_errors=True)
+                # New times, for git.
+                shutil.copytree(state / name, self.root / name, copy_function=shutil.copyfile, dirs_exist_ok=True)
 
     def add_patch(self, name: str, text: bytes) -> Path:
         """Put a patch at the end of the series."""

@@ -18,6 +18,7 @@ FAKE = """\
 #!{python}
 import json, os, sys
 names = ("PROJECT PLATFORM SOURCE REPOSITORY FORCE VERBATIM JSON PATCH CMD CONTINUE ABORT").split()
+names += "TAG YES SKIP KEEP TAGS MARKDOWN REV TEST".split()
 print(json.dumps([sys.argv[1:], {{name: os.environ[name] for name in names if os.environ.get(name)}}]))
 sys.exit(21 if "tree" in sys.argv else 0)
 """
@@ -64,7 +65,10 @@ def test_help_lists_every_target(checkout_with_makefile: Path) -> None:
         assert {line.split()[0] for line in shown.splitlines()} == targets
 
 
-@pytest.mark.parametrize("target", ["wheel", "fetch", "status", "check", "edit", "export", "verify-wheel", "bump"])
+@pytest.mark.parametrize(
+    "target",
+    ["wheel", "fetch", "status", "check", "edit", "export", "rebase", "drift", "verify", "verify-wheel", "bump"],
+)
 def test_target_calls_the_command_of_its_name(checkout_with_makefile: Path, target: str) -> None:
     result = make(checkout_with_makefile, target)
     assert result.returncode == 0
@@ -86,10 +90,31 @@ def test_command_passes_unharmed(checkout_with_makefile: Path, value: str) -> No
     assert calls(make(checkout_with_makefile, "edit", PATCH="a b.patch", CMD=value)) == expected
 
 
+def test_test_and_revision_pass_unharmed(checkout_with_makefile: Path) -> None:
+    value = 'python -m pytest \'tests/a b\' -k "x" && ! grep "$HOME" x # $(pwd) $$'
+    expected = [(["-m", "scripts", "bisect"], {"TEST": value})]
+    assert calls(make(checkout_with_makefile, "bisect", f"TEST={value}")) == expected
+    assert calls(make(checkout_with_makefile, "bisect", TEST=value)) == expected
+    made = make(checkout_with_makefile, "show-change", "REV=HEAD~2..HEAD^")
+    assert calls(made) == [(["-m", "scripts", "show-change"], {"REV": "HEAD~2..HEAD^"})]
+
+
 def test_failure_is_a_failure(checkout_with_makefile: Path) -> None:
     result = make(checkout_with_makefile, "tree")
     assert result.returncode == 2
     assert "Error 21" in result.stderr
+
+
+def test_ways_out_of_a_rebase_reach_it(checkout_with_makefile: Path) -> None:
+    for values in ({"TAG": "v0.34.0", "YES": "1"}, {"CONTINUE": "1"}, {"SKIP": "1"}, {"KEEP": "1"}, {"ABORT": "1"}):
+        assignments = [f"{name}={value}" for name, value in values.items()]
+        assert calls(make(checkout_with_makefile, "rebase", *assignments)) == [(["-m", "scripts", "rebase"], values)]
+
+
+def test_releases_pass_unharmed(checkout_with_makefile: Path) -> None:
+    values = {"TAGS": "v0.28.0..pin, latest", "JSON": "a b.json", "MARKDOWN": "page.md"}
+    assignments = [f"{name}={value}" for name, value in values.items()]
+    assert calls(make(checkout_with_makefile, "drift", *assignments)) == [(["-m", "scripts", "drift"], values)]
 
 
 def test_from_another_folder(checkout_with_makefile: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -1,0 +1,2 @@
+def select():
+    return 'theirs'

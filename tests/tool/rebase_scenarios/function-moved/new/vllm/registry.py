@@ -1,0 +1,8 @@
+NAMES = ()
+
+
+def choose(names, wanted):
+    found = [name for name in names if name == wanted]
+    if not found:
+        raise KeyError(wanted)
+    return found[0]

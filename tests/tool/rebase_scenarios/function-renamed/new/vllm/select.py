@@ -1,0 +1,15 @@
+def select_a(value):
+    result = value
+    return [result]
+
+
+def select_b(value):
+    result = value
+    return [result]
+
+
+def pick(names, wanted):
+    found = [name for name in names if name == wanted]
+    if not found:
+        raise KeyError(wanted, names)
+    return found[0]

@@ -1,0 +1,1 @@
+from vllm.engine import pause

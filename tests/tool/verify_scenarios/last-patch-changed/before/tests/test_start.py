@@ -1,0 +1,5 @@
+from vllm import engine
+
+
+def test_start():
+    assert engine.start(5) == 1
