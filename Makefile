@@ -5,9 +5,10 @@ VENV := .venv
 TOOL := $(VENV)/bin/python -m scripts
 override CMD := $(value CMD)# a shell's text: its dollar signs are not make's
 override TEST := $(value TEST)
+override ARGS := $(value ARGS)
 export PROJECT PLATFORM SOURCE REPOSITORY FORCE VERBATIM JSON PATCH CMD CONTINUE ABORT REV TEST TAG YES SKIP KEEP TAGS MARKDOWN
 
-.PHONY: help wheel fetch tree status check export edit rebase drift verify bisect show-change verify-wheel install bump test bench clean
+.PHONY: help wheel fetch tree status check export edit rebase drift verify bisect show-change verify-wheel install doctor bump test bench clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -59,6 +60,9 @@ fetch: $(VENV)/.tool ## bring the pinned upstream files into the cache (PLATFORM
 install: $(VENV)/.tests ## install dist/ with all dependencies into .venv
 	@$(TOOL) install
 
+doctor: $(VENV)/bin/vllm ## after install: which attention backend fits a model, and why (ARGS="MODEL --gpu NAME ...")
+	@$(VENV)/bin/python -m vllm.sm120 doctor $(ARGS)
+
 bench: $(VENV)/.bench ## on a GPU, after install: tests, measurements, tables and plots into benchmarks/results/
 	@$(VENV)/bin/python -m benchmarks
 
@@ -73,6 +77,9 @@ $(VENV)/.tool: scripts/requirements.txt
 
 $(VENV)/.tests: tests/requirements.txt $(VENV)/.tool
 	@$(PYTHON) -I scripts/bootstrap.py $(VENV) $< $@
+
+$(VENV)/bin/vllm:
+	@echo "error: no vLLM in $(VENV); cure: make wheel install" >&2; exit 1
 
 $(VENV)/.bench: benchmarks/requirements.txt $(VENV)/.tests
 	@$(PYTHON) -I scripts/bootstrap.py $(VENV) $< $@
