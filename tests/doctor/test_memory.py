@@ -60,3 +60,16 @@ def test_a_model_that_is_too_large(doctor):
     assert rows["left for the KV cache"]["value"] < 0
     assert rows["GPUs needed"]["value"] == 32
     assert rows["largest context"]["value"] == 0
+
+
+def test_a_command_with_as_many_gpus_as_the_weights_need(doctor):
+    report = doctor("llama", "--capability", "8.6", "--memory", "12", sections=("memory",))
+    assert report["exit"] == 0
+    assert report["command"].endswith("--tensor-parallel-size 2")
+
+
+def test_too_few_gpus_are_a_reason(doctor):
+    report = doctor("llama", "--capability", "8.6", "--memory", "12", "-tp", "1", sections=("memory",))
+    assert (report["exit"], report["command"]) == (3, None)
+    assert "the weights take 15 GiB of each GPU" in report["reason"]
+    assert report["reason"].endswith("GPUs needed: 2")

@@ -67,8 +67,8 @@ def diagnose(arguments: argparse.Namespace) -> Report:
 
     case = Case(arguments, gpu, model.describe(arguments, vllm_config), vllm_config)
     with set_current_vllm_config(vllm_config):
-        report, refusal_to_build = _examine(case, installation)
-    refusal = refusal or refusal_to_build
+        report, refusal_at_start = _examine(case, installation)
+    refusal = refusal or refusal_at_start
     if refusal and report.command:
         report.command, report.exit = None, NOTHING_FITS
         report.reason = f"{report.chosen} fits, but vLLM would not start: {refusal}"
@@ -76,7 +76,7 @@ def diagnose(arguments: argparse.Namespace) -> Report:
 
 
 def _examine(case: Case, installation: list[Row]) -> tuple[Report, str | None]:
-    """Return the report and, if there is one, why vLLM does not build the model."""
+    """Return the report and, if there is one, why vLLM would end at its start."""
     from vllm.sm120.doctor import backends
 
     selection = backends.select(case)
@@ -96,6 +96,8 @@ def _examine(case: Case, installation: list[Row]) -> tuple[Report, str | None]:
             refusal = str(error)
     if selection.chosen:
         options = {name: getattr(case.arguments, name) for name in SERVE_OPTIONS}
+        options, shortage = _shortage(report.memory, options)
+        refusal = refusal or shortage
         served = model.served_name(case.arguments.model)
         report.command = command("serve", served, options)
         report.exit = FITS
@@ -103,6 +105,25 @@ def _examine(case: Case, installation: list[Row]) -> tuple[Report, str | None]:
         report.exit = NOTHING_FITS
         report.reason = _reason(selection)
     return report, refusal
+
+
+def _shortage(
+    memory: list[Row], options: dict[str, Any]
+) -> tuple[dict[str, Any], str | None]:
+    """Return `options` with as many GPUs as the weights need, or why they do not fit.
+
+    How many there are is the user's to say. If he did not, the command does.
+    """
+    rows = {row.name: row.value for row in memory}
+    needed = rows.get("GPUs needed")
+    if needed is None:
+        return options, None
+    if options["tensor_parallel_size"] is None and isinstance(needed, int):
+        return options | {"tensor_parallel_size": needed}, None
+    return options, (
+        f"the weights take {rows['weights per GPU']:.0f} GiB of each GPU and leave "
+        f"nothing for the KV cache; GPUs needed: {needed}"
+    )
 
 
 def _section(name: str, case: Case, chosen: str | None) -> list[Any]:

@@ -10,8 +10,8 @@ import torch
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.platforms import current_platform
 from vllm.sm120.doctor import indexer, kernels
-from vllm.sm120.doctor.facts import GIB, Case, Risk
-from vllm.sm120.doctor.memory import backend_for, room_for_cache, weight_bytes
+from vllm.sm120.doctor.facts import Case, Risk
+from vllm.sm120.doctor.memory import backend_for
 from vllm.sm120.doctor.skeleton import build
 from vllm.utils.deep_gemm_nvcc import get_nvcc_problem
 from vllm.utils.flashinfer import has_flashinfer, has_flashinfer_cubin
@@ -33,26 +33,12 @@ def examine(case: Case, chosen: str | None) -> list[Risk]:
     users += [(str(row.value), row.name) for row in kernels.examine(case)]
     users += [(str(row.value), "the indexer") for row in indexer.examine(case)[:1]]
     return [
-        *_memory(case),
         *_float16(case),
         *_deep_gemm(users),
         *_flashinfer(users),
         *_flash_attention_2(case, chosen),
         *_triton(users),
     ]
-
-
-def _memory(case: Case) -> Iterator[Risk]:
-    skeleton = build(case)
-    room = room_for_cache(case, skeleton)
-    if room is not None and room <= 0:
-        weights = weight_bytes(skeleton) / GIB
-        share = case.vllm_config.cache_config.gpu_memory_utilization
-        yield Risk(
-            f"the weights take {weights:.0f} GiB of each GPU, and vLLM may use "
-            f"{share:.0%} of {case.gpu.memory / GIB:.0f}: it will not start",
-            "more GPUs (--tensor-parallel-size, see Memory), or a smaller quantisation",
-        )
 
 
 def _float16(case: Case) -> Iterator[Risk]:
