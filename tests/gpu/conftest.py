@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu import tiny_glm, tiny_glm5next
+from tests.gpu import tiny_gguf, tiny_glm, tiny_glm5next
 from tests.gpu.engine import Engines, Run, visible_gpus
 from tests.gpu.results import gpu_slug, write_results
 from tests.gpu.tiny_glm import Reference
@@ -47,19 +47,31 @@ def glm5next(tmp_path_factory) -> tuple[Path, Reference]:
 
 
 @pytest.fixture(scope="session")
+def gguf_models(tmp_path_factory) -> dict[str, tiny_gguf.TinyGguf]:
+    """The tiny GGUF models by name."""
+    return {name: tiny_gguf.TinyGguf(tmp_path_factory.mktemp(name), name) for name in tiny_gguf.MODELS}
+
+
+@pytest.fixture(scope="session")
 def reference(model) -> Reference:
     return model[1]
 
 
 @pytest.fixture(scope="session")
-def engines(request, model, tmp_path_factory) -> Iterator[Engines]:
+def engines(request, tmp_path_factory) -> Iterator[Engines]:
     """The engines. Those that the selected tests name in their parameters start at once."""
     most = min(8 * len(visible_gpus()), len(os.sched_getaffinity(0)) // 2)
     workers = request.config.getoption("--engines", None) or max(1, most)
     runs = [run for item in request.session.items for run in _runs_of(item)]
-    models = {"tiny-glm": model[0]}
-    if any(run.model == "tiny-glm5next" for run in runs):
+    wanted = {run.model for run in runs}
+    models = {}
+    if "tiny-glm" in wanted:
+        models["tiny-glm"] = request.getfixturevalue("model")[0]
+    if "tiny-glm5next" in wanted:
         models["tiny-glm5next"] = request.getfixturevalue("glm5next")[0]
+    if wanted - models.keys():
+        for name, files in request.getfixturevalue("gguf_models").items():
+            models |= {f"{name}, GGUF": files.gguf, f"{name}, safetensors": files.safetensors}
     stock_site = request.config.getoption("--stock-site", None)
     engines = Engines(models, tmp_path_factory.mktemp("engines"), workers, stock_site)
     engines.start(run for run in runs if engines.can_run(run))

@@ -61,6 +61,7 @@ class Run:
     logprobs: bool = True
     recompile: bool = False
     select: dict[str, Any] | None = None  # a request for which to keep what the indexers select; without CUDA graphs
+    drafts: list[dict[str, Any]] | None = None  # requests for which to keep the draft model's logits; likewise
     stock: bool = False  # of the unpatched vLLM
     environment: dict[str, str] = field(default_factory=dict)
     nvcc: str = "as it is"  # or "missing", or the release that it is to say
@@ -88,6 +89,7 @@ class Run:
             "logprobs": self.logprobs,
             "recompile": self.recompile,
             "select": self.select,
+            "drafts": self.drafts,
         }
 
 

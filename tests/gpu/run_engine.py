@@ -7,21 +7,30 @@ REQUEST.json
     recompile   whether to serve the last round once more after the sparse MLA
                 kernels were forgotten, to see that compilations are seen
     select      a request with `forced` tokens, served alone after all rounds, or null
+    drafts      requests, served one by one after all rounds, for which to keep the
+                logits of a draft model; without CUDA graphs
 
 A request has `prompt` (token ids) and may have `num_generated` (greedy tokens)
-or `forced` (the tokens to decode instead), `prompt_logprobs`, `skip_cache` (do not
-read the prefix cache), and `after_steps`, the engine steps of its round after
-which it arrives.
+or `forced` (the tokens to decode instead), `prompt_logprobs`, `distributions` (the
+size of the vocabulary: return the log-probabilities of all its tokens), `skip_cache`
+(do not read the prefix cache), and `after_steps`, the engine steps of its round
+after which it arrives.
 
 RESULT.json
     workers     what `describe` returns, for each worker
     rounds      for each: the answers in the order of the requests, and what was
-                compiled just in time while they were served, as [runtime, kernel]
+                compiled just in time while they were served, as [runtime, kernel];
+                `distributions` of an answer is a file of torch.save: fp32
+                [tokens, vocabulary] of the `prompt` but for its first token, and
+                of what was `generated`
     code        for each of a worker's Triton kernels whether its code has fp8 instructions
     kernels     the names of our kernels, which `recompile` forgets
     recompiled  what was compiled in the round after they were forgotten
     selected    file of what the indexers selected for `select` without CUDA graphs: by
                 layer int32 [tokens, top-k], for every token but the last, by torch.save
+    drafts      the answers to the requests of that name, each with `draft_logits`, a file
+                of torch.save: fp32 [steps, vocabulary], what the draft model proposes
+                in each step of the engine by
 """
 
 import json
@@ -30,8 +39,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm import LLM, SamplingParams
 from vllm.inputs import tokens_input
+from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
@@ -44,6 +55,7 @@ def describe(worker) -> dict[str, Any]:
     from vllm.v1.attention.ops.mqa_logits_backend import use_triton_mqa_logits
 
     layers = [m for m in worker.get_model().modules() if hasattr(m, "attn_backend") and hasattr(m, "impl")]
+    types = [p for name, p in worker.get_model().named_parameters() if name.endswith("qweight_type")]
     return {
         "backends": sorted({layer.attn_backend.get_name() for layer in layers}),
         "kv_row_bytes": sorted({layer.kv_cache.shape[-1] * layer.kv_cache.element_size() for layer in layers}),
@@ -52,6 +64,7 @@ def describe(worker) -> dict[str, Any]:
         "flash_attention": get_flash_attn_version(),
         "software_e4m3": SOFTWARE_E4M3.value,
         "triton_indexer": use_triton_mqa_logits(),
+        "gguf_types": sorted({t for p in types for t in (p.weight_type, *p.shard_weight_type.values())}),
         "topk_widths": sorted({layer.impl.topk_indices_buffer.shape[1] for layer in layers}),
     }
 
@@ -130,11 +143,32 @@ def record_selections(worker) -> None:
 
 def write_selections(worker, path: str) -> None:
     """Write what was kept, by the number of the layer."""
-    import torch
     from vllm.models.deepseek_v32 import attention
 
     selected = {int(re.search(r"layers\.(\d+)\.", layer)[1]): rows for layer, rows in attention.selected.items()}
     torch.save({layer: torch.cat(rows) for layer, rows in selected.items()}, path)
+
+
+def record_drafts(worker) -> None:
+    """Keep the logits that the draft model computes from now on."""
+    model = worker.model_runner.speculator.model
+    compute = model.compute_logits
+    worker.draft_logits = []
+
+    def compute_and_keep(*args, **kwargs):
+        logits = compute(*args, **kwargs)
+        worker.draft_logits.append(logits.float().cpu())
+        return logits
+
+    model.compute_logits = compute_and_keep
+
+
+def take_drafts(worker, path: str | None = None) -> None:
+    """Forget what was kept since the last call; write it, if there is a path."""
+
+    if path is not None:
+        torch.save(torch.cat(worker.draft_logits), path)
+    worker.draft_logits = []
 
 
 def forget_kernels(worker) -> None:
@@ -147,7 +181,14 @@ def forget_kernels(worker) -> None:
         kernel.device_caches.clear()
 
 
-def answer(output: RequestOutput) -> dict[str, Any]:
+def distributions(logprobs: FlatLogprobs, vocab_size: int) -> torch.Tensor:
+    """Return the log-probabilities of all tokens, fp32 [positions, vocabulary]."""
+    ids = torch.tensor(logprobs.token_ids).view(-1, vocab_size + 1)  # a chosen token comes first, and again
+    values = torch.tensor(logprobs.logprobs).view_as(ids)
+    return torch.empty(len(ids), vocab_size).scatter_(1, ids, values)
+
+
+def answer(output: RequestOutput, vocab_size: int | None) -> dict[str, Any]:
     completion = output.outputs[0]
     speculation = completion.spec_decode_metrics
     prompt_ids = output.prompt_token_ids
@@ -160,6 +201,11 @@ def answer(output: RequestOutput) -> dict[str, Any]:
         "num_cached": output.num_cached_tokens or 0,
         "num_drafted": speculation and speculation.num_draft_tokens,
         "num_accepted": speculation and sum(n * steps for n, steps in enumerate(speculation.histogram)),
+        "distributions": vocab_size
+        and {
+            "prompt": output.prompt_logprobs and distributions(output.prompt_logprobs, vocab_size),
+            "generated": distributions(completion.logprobs, vocab_size),
+        },
     }
 
 
@@ -173,13 +219,15 @@ def serve(llm: LLM, requests: list[dict[str, Any]], *, logprobs: bool = True) ->
         while arriving and (arriving[0][1].get("after_steps", 0) <= step or not engine.has_unfinished_requests()):
             index, request = arriving.pop(0)
             forced = request.get("forced")
+            num_logprobs = request.get("distributions", 0)
             sampling = SamplingParams(
                 temperature=0.0,
                 seed=0,
                 max_tokens=len(forced) if forced else request["num_generated"],
                 ignore_eos=True,
-                logprobs=0 if logprobs else None,
-                prompt_logprobs=0 if request.get("prompt_logprobs") else None,
+                logprobs=num_logprobs if logprobs else None,
+                prompt_logprobs=num_logprobs if request.get("prompt_logprobs") else None,
+                flat_logprobs=bool(num_logprobs),
                 trace_decode_token_ids=forced,
                 skip_reading_prefix_cache=request.get("skip_cache"),
                 detokenize=False,
@@ -188,7 +236,8 @@ def serve(llm: LLM, requests: list[dict[str, Any]], *, logprobs: bool = True) ->
             engine.add_request(str(index), tokens_input(request["prompt"]), sampling)
         for output in engine.step():
             if output.finished:
-                answers[int(output.request_id)] = answer(output)
+                index = int(output.request_id)
+                answers[index] = answer(output, requests[index].get("distributions"))
         step += 1
     return [answers[index] for index in range(len(requests))]
 
@@ -202,14 +251,29 @@ def main() -> None:
         return [report for worker in llm.collective_rpc(take_compilations) for report in worker]
 
     result: dict[str, Any] = {"workers": llm.collective_rpc(describe), "rounds": []}
-    for requests in job["rounds"]:
-        result["rounds"].append({"answers": serve(llm, requests, logprobs=job["logprobs"]), "compiled": compilations()})
+    for number, requests in enumerate(job["rounds"]):
+        answers = serve(llm, requests, logprobs=job["logprobs"])
+        for index, found in enumerate(answers):
+            if found["distributions"]:
+                path = Path(f"distributions-{number}-{index}.pt").resolve()
+                torch.save(found["distributions"], path)
+                found["distributions"] = str(path)
+        result["rounds"].append({"answers": answers, "compiled": compilations()})
     result["code"] = llm.collective_rpc(describe_code)[0]
     if job["select"]:
         llm.collective_rpc(record_selections)
         serve(llm, [job["select"]])
         result["selected"] = str(Path("selected.pt").resolve())
         llm.collective_rpc(write_selections, args=(result["selected"],))
+    if job["drafts"]:
+        llm.collective_rpc(record_drafts)
+        result["drafts"] = []
+        for index, request in enumerate(job["drafts"]):
+            llm.collective_rpc(take_drafts)
+            (found,) = serve(llm, [request])
+            found["draft_logits"] = str(Path(f"drafts-{index}.pt").resolve())
+            llm.collective_rpc(take_drafts, args=(found["draft_logits"],))
+            result["drafts"].append(found)
     if job["recompile"]:
         llm.collective_rpc(forget_kernels)
         serve(llm, job["rounds"][-1], logprobs=job["logprobs"])

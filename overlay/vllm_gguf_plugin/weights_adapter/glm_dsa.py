@@ -18,12 +18,16 @@ import torch
 from gguf import GGMLQuantizationType as WeightType
 from tqdm.auto import tqdm
 
-from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
 from ..gguf_files import GGUFFileError, GGUFModel, Tensor, find_files, read_headers
 from ..quantization.utils import DEQUANT_TYPES, UNQUANTIZED_TYPES
+from ..read_ahead import ReadAhead
 from ..tensor_reader import TensorReader, dequantize
 from .base import BaseGGUFWeightsAdapter, GGUFLoadSpec
 from .glm_dsa_tensors import (
@@ -305,17 +309,25 @@ class GlmDsaGGUFAdapter(BaseGGUFWeightsAdapter):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         del model_config
         reader = TensorReader()
-        total = sum(t.size for load in self._plan.loads for t in load.tensors)
-        with tqdm(
-            total=total,
+        tensors = [tensor for load in self._plan.loads for tensor in load.tensors]
+        read_ahead = ReadAhead(
+            tensors,
+            get_tensor_model_parallel_rank(),
+            get_tensor_model_parallel_world_size(),
+        )
+        progress = tqdm(
+            total=sum(tensor.size for tensor in tensors),
             desc="Loading GGUF tensors",
             unit="B",
             unit_scale=True,
             disable=not enable_tqdm(True),
-        ) as progress:
+        )
+        with read_ahead, progress:
             for load in self._plan.loads:
-                yield from _weights(load, reader)
-                progress.update(sum(tensor.size for tensor in load.tensors))
+                for name, weight, size in _weights(load, reader):
+                    yield name, weight
+                    read_ahead.advance(size)
+                    progress.update(size)
 
     def check_loaded(self, model: torch.nn.Module, loaded: Iterable[str]) -> None:
         """Raise a GGUFFileError if a parameter of the model has got no value."""
@@ -329,22 +341,30 @@ class GlmDsaGGUFAdapter(BaseGGUFWeightsAdapter):
             )
 
 
-def _weights(load: Load, reader: TensorReader) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a parameter's weight, after its type if it stays quantised."""
+def _weights(
+    load: Load, reader: TensorReader
+) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """Yield a parameter's weight, after its type if it stays quantised.
+
+    Each with the number of bytes that it takes in the files.
+    """
     param, use = load.expected.param, load.expected.use
     views = [reader.view(tensor) for tensor in load.tensors]
+    size = sum(tensor.size for tensor in load.tensors)
     weight_type = load.tensors[0].type
     if use is Use.K_B:
         halves = zip(views, load.tensors, strict=True)
-        yield param, merge_kv_b(*(dequantize(view, t.type) for view, t in halves))
+        kv_b = merge_kv_b(*(dequantize(view, t.type) for view, t in halves))
+        yield param, kv_b, size
         return
     weights = views[0].unbind() if use is Use.EXPERTS else views
     if load.quantized:
         param = f"{param.removesuffix('weight')}qweight"
         # Experts have their type in common: one time is enough.
-        yield f"{param.format(0)}_type", torch.tensor(int(weight_type))
+        yield f"{param.format(0)}_type", torch.tensor(int(weight_type)), 0
     for index, weight in enumerate(weights):
         yield (
             param.format(index),
             weight if load.quantized else dequantize(weight, weight_type),
+            size // len(weights),
         )
