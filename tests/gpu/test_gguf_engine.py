@@ -36,10 +36,8 @@ GREEDY_LENGTHS = [17, 900, 2040, 2500]  # the third one crosses top-k
 
 LEAST_COSINE = 0.999
 # How far the rms error of the logits, whose deviation is 1, may be above that of the same weights as safetensors.
-# 8-bit activations alone cost 0.03 to 0.04 up to top-k.
-MARGIN = 0.04
-# The same without quantised activations: rounding of a few dequantised tensors.
-FLOAT_MARGIN = 0.01
+# On an H200 it was by 0.0006 and 0.006 at most.
+MARGINS = {"float16": 0.002, "bfloat16": 0.01}
 # An argmax is decided where the margin is that many times its rms error ...
 DECIDED = 5
 # ... and this share of all positions at least must be, or the test says nothing.
@@ -117,7 +115,10 @@ TWO_GPUS = make_run(
     options={"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
     greedy=GREEDY_LENGTHS,
 )
-MTP_OPTIONS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+MTP_OPTIONS = {
+    "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
+    "per_request_spec_decode_metrics": "summary",
+}
 MTP, MTP_TWIN = (
     make_run(
         "mixed",
@@ -170,10 +171,17 @@ class Positions:
         expected, found = (-x.gather(1, best).diff(dim=1)[:, 0] for x in (self.expected, self.found))
         return expected, (found - expected).square().mean().sqrt().item()
 
-    def argmaxes(self) -> "Argmaxes":
+    def decided(self) -> torch.Tensor:
+        """Return where the reference's best token is beyond doubt, bool [positions]."""
         margins, error = self.margins()
-        decided = margins > DECIDED * error
-        wrong = self.expected.argmax(dim=1) != self.found.argmax(dim=1)
+        return margins > DECIDED * error
+
+    def wrong(self) -> torch.Tensor:
+        """Return where the engine's best token is another one, bool [positions]."""
+        return self.expected.argmax(dim=1) != self.found.argmax(dim=1)
+
+    def argmaxes(self) -> "Argmaxes":
+        decided, wrong = self.decided(), self.wrong()
         return Argmaxes(decided.float().mean().item(), int((wrong & decided).sum()), int(wrong.sum()))
 
 
@@ -219,15 +227,21 @@ def distributions(answer: Answer) -> dict[str, torch.Tensor]:
     return torch.load(answer["distributions"])
 
 
-def check(found: dict[str, Positions], limits: dict[str, Positions], margin: float, rows: list[dict[str, Any]]) -> None:
-    """Assert cosines up to top-k, errors past it, and all argmaxes that are decided."""
+def check(found: dict[str, Positions], limits: dict[str, Positions], run: Run, rows: list[dict[str, Any]]) -> None:
+    """Assert cosines up to top-k, errors past it, and all argmaxes that are decided.
+
+    Past top-k the indexer's 8-bit keys choose others than the reference does here and there, with or without GGUF. So
+    an argmax may be wrong there where that of the twin is, too.
+    """
     report = "\n".join(map(str, rows))
     for name, positions in found.items():
-        argmaxes = positions.argmaxes()
-        assert argmaxes.decided >= LEAST_DECIDED, f"{name}: too few argmaxes are decided\n{report}"
-        assert argmaxes.wrong_decided == 0, f"{name}: {argmaxes.wrong_decided} argmaxes differ\n{report}"
-        if name.endswith("past_topk"):
-            assert positions.error() <= limits[name].error() + margin, f"{name}\n{report}"
+        past_topk = name.endswith("past_topk")
+        decided, wrong = positions.decided(), positions.wrong()
+        assert decided.float().mean() >= LEAST_DECIDED, f"{name}: too few argmaxes are decided\n{report}"
+        differ = decided & wrong & ~limits[name].wrong() if past_topk else decided & wrong
+        assert not differ.any(), f"{name}: {int(differ.sum())} argmaxes differ\n{report}"
+        if past_topk:
+            assert positions.error() <= limits[name].error() + MARGINS[run.dtype], f"{name}\n{report}"
         else:
             assert positions.cosine() >= LEAST_COSINE, f"{name}\n{report}"
 
@@ -257,13 +271,13 @@ def measurement(engines: Engines, run: Run, what: str, found: Positions, twin: P
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in row.items()}
 
 
-def check_run(engines: Engines, gguf_models, rows, run: Run, twin: Run, margin: float = MARGIN) -> None:
+def check_run(engines: Engines, gguf_models, rows, run: Run, twin: Run) -> None:
     reference = gguf_models[file_of(run)].reference
     found = dict(compare(engines, run, reference).items())
     limits = dict(compare(engines, twin, reference).items())
     new_rows = [measurement(engines, run, name, found[name], limits[name]) for name in found]
     rows += new_rows
-    check(found, limits, margin, new_rows)
+    check(found, limits, run, new_rows)
 
 
 def file_of(run: Run) -> str:
@@ -308,13 +322,8 @@ def test_logits_are_those_of_the_dequantised_weights(engines, gguf_models, rows,
 
 @pytest.mark.gpu
 @with_twin([NO_CUDA])
-def test_triton_kernels_quantise_no_activations(engines, gguf_models, rows, run, twin):
-    """So what the weights' types cost is nothing but rounding; with the CUDA kernels it is several times that."""
-    check_run(engines, gguf_models, rows, run, twin, FLOAT_MARGIN)
-    reference = gguf_models[file_of(run)].reference
-    found, limits, quantised = (compare(engines, each, reference).prompt for each in (run, twin, HEADLINE))
-    assert found.error() <= limits.error() + FLOAT_MARGIN
-    assert quantised.error() > found.error() + FLOAT_MARGIN
+def test_triton_kernels_serve_without_the_cuda_kernels(engines, gguf_models, rows, run, twin):
+    check_run(engines, gguf_models, rows, run, twin)
 
 
 def greedy_answers(engines: Engines, run: Run) -> list[Answer]:
@@ -392,7 +401,7 @@ def test_drafts_are_those_of_the_dequantised_weights(engines, gguf_models, rows,
     found, limits = (compare_drafts(engines, each, reference) for each in (run, twin))
     new_rows = [measurement(engines, run, name, found[name], limits[name]) for name in found]
     rows += new_rows
-    check(found, limits, MARGIN, new_rows)
+    check(found, limits, run, new_rows)
 
 
 def test_every_pair_is_run():

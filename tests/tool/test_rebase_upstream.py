@@ -86,7 +86,9 @@ def test_there_and_forward_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert pins.load(layout.pins).project("vllm").version == "0.32.0"
 
     shutil.rmtree(layout.resolutions("vllm"), ignore_errors=True)
-    assert rebase_onto(layout, "v0.33.0", REPOSITORY / "patches" / "vllm", monkeypatch) == []
+    (problem,) = rebase_onto(layout, "v0.33.0", REPOSITORY / "patches" / "vllm", monkeypatch)
+    # It gives strings of one more kind, which the doctor hands on.
+    assert "_canonicalize_sparse_mla_kv_cache_dtype() gives CacheDType | str, gave CacheDType" in problem
     back = {path.name: path.read_bytes() for path in layout.patches("vllm").glob("*.patch")}
     assert {name: text for name, text in back.items() if text != before[name]} == {}
     assert layout.pins.read_bytes() == pinned

@@ -114,5 +114,10 @@ def _parser() -> argparse.ArgumentParser:
     other.add_argument(
         "--selftest", action="store_true", help="test and time this machine's GPU"
     )
+    other.add_argument(
+        "--output",
+        metavar="FILE",
+        help="with --selftest: where its JSON goes (by default vllm-selftest-GPU.json)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, schema 1")
     return parser

@@ -96,19 +96,19 @@ def _local() -> Gpu:
 
     try:
         pynvml.nvmlInit()
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            name = pynvml.nvmlDeviceGetName(handle)
+            capability = tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle))
+            try:
+                memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+            except pynvml.NVMLError:  # memory shared with the CPU, as on GB10
+                memory = None
+        finally:
+            pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         raise DoctorError(
             f"this machine has no NVIDIA GPU to ask about ({error})",
             'name one: --gpu "RTX PRO 6000", or --capability 12.0',
         ) from error
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        name = pynvml.nvmlDeviceGetName(handle)
-        capability = tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle))
-        try:
-            memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-        except pynvml.NVMLError:  # memory shared with the CPU, as on GB10
-            memory = None
-        return Gpu(name, capability, memory, "the driver of this machine")
-    finally:
-        pynvml.nvmlShutdown()
+    return Gpu(name, capability, memory, "the driver of this machine")
