@@ -198,6 +198,7 @@ def measure_load(path: Path, dtype: str, read_ahead: bool) -> dict[str, Any]:
 
     dropped = drop_cache(path)
     disk_seconds = cat_seconds(path)
+    print(f"cat: {disk_seconds:.1f} s", flush=True)
     drop_cache(path)
     command = [sys.executable, "-m", "benchmarks.gguf", "run-loader", path, "--dtype", dtype]
     command += [] if read_ahead else ["--no-read-ahead"]

@@ -3,9 +3,9 @@
 
     python -m benchmarks.report benchmarks/results
 
-Beside each sparse-mla-<gpu>.json, indexer-<gpu>.json and engine-<gpu>.json it writes a .md of the same name. For the
-attention kernel a .png for each query dtype and KV format shows time against tokens for each head count, with peers and
-floor; for the indexer one shows the time of a decode against requests for each context and head count.
+Beside each sparse-mla-<gpu>.json, indexer-<gpu>.json, engine-<gpu>.json and gguf-<gpu>.json it writes a .md of the same
+name. For the attention kernel a .png for each query dtype and KV format shows time against tokens for each head count,
+with peers and floor; for the indexer one shows the time of a decode against requests for each context and head count.
 """
 
 import argparse
@@ -224,9 +224,9 @@ def main() -> None:
         [path for path in sorted(folder.glob(f"{name}-*.json")) if not path.name.endswith(".partial.json")]
         for name in ("sparse-mla", "indexer")
     )
-    others = sorted(folder.glob("engine-*.json"))
+    others = sorted([*folder.glob("engine-*.json"), *folder.glob("gguf-*.json")])
     if not kernel and not indexers and not others:
-        names = "sparse-mla-*.json, indexer-*.json or engine-*.json"
+        names = "sparse-mla-*.json, indexer-*.json, engine-*.json or gguf-*.json"
         sys.exit(f"error: no {names} in {folder}\ncure: `make bench` on a GPU writes them")
     for path in others:
         write(path.with_suffix(".md"), plain_report(path.stem, json.loads(path.read_text())))

@@ -1,5 +1,7 @@
 """Files read ahead of who uses them: everything once, not too early, shared among ranks, and never in the way."""
 
+import ctypes
+import mmap
 import os
 import threading
 import time
@@ -14,6 +16,7 @@ def read_ahead(monkeypatch):
     from vllm_gguf_plugin import read_ahead
 
     monkeypatch.setattr(read_ahead, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(read_ahead, "REQUEST_BYTES", 100)
     monkeypatch.setattr(read_ahead, "AHEAD_BYTES", 500)
     monkeypatch.setattr(read_ahead, "NUM_THREADS", 3)
     return read_ahead
@@ -21,16 +24,14 @@ def read_ahead(monkeypatch):
 
 @pytest.fixture
 def reads(monkeypatch) -> list[tuple[str, int, int]]:
-    """What is read: the file's name, offset, size."""
+    """What the kernel is asked for: the file's name, offset, size."""
     found = []
-    preadv = os.preadv
 
-    def record(descriptor, buffers, offset):
-        size = preadv(descriptor, buffers, offset)
+    def record(descriptor, offset, size, advice):
+        assert advice == os.POSIX_FADV_WILLNEED
         found.append((Path(f"/proc/self/fd/{descriptor}").readlink().name, offset, size))
-        return size
 
-    monkeypatch.setattr(os, "preadv", record)
+    monkeypatch.setattr(os, "posix_fadvise", record)
     return found
 
 
@@ -78,6 +79,15 @@ def test_every_chunk_is_read_once_by_one_of_the_ranks(num_ranks, read_ahead, rea
     assert sorted(reads) == sorted(expected)
 
 
+def test_a_request_is_no_larger_than_the_kernel_takes(read_ahead, reads, tensors, monkeypatch):
+    monkeypatch.setattr(read_ahead, "REQUEST_BYTES", 40)
+    with read_ahead.ReadAhead(tensors[:1]):
+        settle(reads)
+    assert sorted(reads) == [
+        ("a", 40 + chunk + start, min(40, 100 - start)) for chunk in range(0, 500, 100) for start in (0, 40, 80)
+    ]
+
+
 def test_no_more_is_read_than_the_distance(read_ahead, reads, tensors):
     expected = places(tensors, 100)
     with read_ahead.ReadAhead(tensors) as ahead:
@@ -105,6 +115,31 @@ def test_a_file_that_cannot_be_read_is_left_to_who_uses_it(read_ahead, tensors, 
     def fail(*args):
         raise OSError
 
-    monkeypatch.setattr(os, "preadv", fail)
+    monkeypatch.setattr(os, "posix_fadvise", fail)
     with read_ahead.ReadAhead(tensors) as ahead:
         ahead.advance(1)
+
+
+def test_what_is_asked_for_is_in_memory(tmp_path):
+    """Pages of a file that is on a disk; a file system in memory has them always."""
+    from vllm_gguf_plugin.read_ahead import ReadAhead
+
+    size = 4 << 20
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(size))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with ReadAhead([SimpleNamespace(file=path, offset=0, size=size)]):
+        wait_until(lambda: pages_in_memory(path) == size // mmap.PAGESIZE)
+
+
+def pages_in_memory(path: Path) -> int:
+    """Return how many pages of a file are in the page cache."""
+    libc = ctypes.CDLL(None)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapping:
+        flags = (ctypes.c_ubyte * (len(mapping) // mmap.PAGESIZE))()
+        address = ctypes.addressof(first := ctypes.c_char.from_buffer(mapping))
+        assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapping)), flags) == 0
+        del first
+        return sum(flag & 1 for flag in flags)

@@ -64,6 +64,7 @@ def describe(worker) -> dict[str, Any]:
         "flash_attention": get_flash_attn_version(),
         "software_e4m3": SOFTWARE_E4M3.value,
         "triton_indexer": use_triton_mqa_logits(),
+        "gguf_cuda": "vllm_gguf_plugin" in sys.modules and sys.modules["vllm_gguf_plugin.ops"]._CUDA_ENABLED,
         "gguf_types": sorted({t for p in types for t in (p.weight_type, *p.shard_weight_type.values())}),
         "topk_widths": sorted({layer.impl.topk_indices_buffer.shape[1] for layer in layers}),
     }
@@ -165,7 +166,6 @@ def record_drafts(worker) -> None:
 
 def take_drafts(worker, path: str | None = None) -> None:
     """Forget what was kept since the last call; write it, if there is a path."""
-
     if path is not None:
         torch.save(torch.cat(worker.draft_logits), path)
     worker.draft_logits = []

@@ -36,8 +36,10 @@ GREEDY_LENGTHS = [17, 900, 2040, 2500]  # the third one crosses top-k
 
 LEAST_COSINE = 0.999
 # How far the rms error of the logits, whose deviation is 1, may be above that of the same weights as safetensors.
-# On an H200 it was by 0.0006 and 0.006 at most.
+# With Triton's kernels, on an H200, it was by 0.0006 and 0.006 at most.
 MARGINS = {"float16": 0.002, "bfloat16": 0.01}
+# The CUDA kernels quantise activations to 8 bits. Computed on the CPU, that costs 0.03 to 0.04 up to top-k.
+QUANTISED_MARGIN = 0.04
 # An argmax is decided where the margin is that many times its rms error ...
 DECIDED = 5
 # ... and this share of all positions at least must be, or the test says nothing.
@@ -159,7 +161,8 @@ class Positions:
         return len(self.found)
 
     def cosine(self) -> float:
-        return torch.cosine_similarity(self.found.flatten(), self.expected.flatten(), dim=0).item()
+        found, expected = (x.double().flatten() for x in (self.found, self.expected))  # in float32 it can exceed 1
+        return torch.cosine_similarity(found, expected, dim=0).item()
 
     def error(self) -> float:
         """Return the rms error of a logit."""
@@ -234,6 +237,8 @@ def check(found: dict[str, Positions], limits: dict[str, Positions], run: Run, r
     an argmax may be wrong there where that of the twin is, too.
     """
     report = "\n".join(map(str, rows))
+    quantised = file_of(run) != "F32" and run is not NO_CUDA
+    margin = QUANTISED_MARGIN if quantised else MARGINS[run.dtype]
     for name, positions in found.items():
         past_topk = name.endswith("past_topk")
         decided, wrong = positions.decided(), positions.wrong()
@@ -241,7 +246,7 @@ def check(found: dict[str, Positions], limits: dict[str, Positions], run: Run, r
         differ = decided & wrong & ~limits[name].wrong() if past_topk else decided & wrong
         assert not differ.any(), f"{name}: {int(differ.sum())} argmaxes differ\n{report}"
         if past_topk:
-            assert positions.error() <= limits[name].error() + MARGINS[run.dtype], f"{name}\n{report}"
+            assert positions.error() <= limits[name].error() + margin, f"{name}\n{report}"
         else:
             assert positions.cosine() >= LEAST_COSINE, f"{name}\n{report}"
 
@@ -258,7 +263,7 @@ def measurement(engines: Engines, run: Run, what: str, found: Positions, twin: P
         "capability": worker["capability"],
         "graphs": worker["graphs"],
         "tensor_parallel": run.num_gpus,
-        "cuda_kernels": run.environment.get("VLLM_GGUF_USE_CUDA", "1") == "1",
+        "cuda_kernels": worker["gguf_cuda"],
         "what": what,
         "positions": len(found),
         "cosine": found.cosine(),
@@ -316,6 +321,7 @@ def test_logits_are_those_of_the_dequantised_weights(engines, gguf_models, rows,
     assert worker["capability"] == (run.capability or worker["capability"])
     assert ("FULL" in worker["graphs"]) == (not run.options["enforce_eager"])
     assert set(worker["gguf_types"]) == TYPES[file_of(run)]
+    assert worker["gguf_cuda"], "the plugin's compiled kernels cannot be loaded here"
     assert engines.result(twin)["workers"][0]["gguf_types"] == []
     check_run(engines, gguf_models, rows, run, twin)
 
@@ -323,6 +329,7 @@ def test_logits_are_those_of_the_dequantised_weights(engines, gguf_models, rows,
 @pytest.mark.gpu
 @with_twin([NO_CUDA])
 def test_triton_kernels_serve_without_the_cuda_kernels(engines, gguf_models, rows, run, twin):
+    assert not engines.result(run)["workers"][0]["gguf_cuda"]
     check_run(engines, gguf_models, rows, run, twin)
 
 
