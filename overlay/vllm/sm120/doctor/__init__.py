@@ -6,6 +6,7 @@ It runs on a machine without a GPU and without the model's weights. Nothing heav
 is imported before the question is understood.
 """
 
+import os
 import sys
 
 FITS, BAD_INPUT, NOTHING_FITS = 0, 2, 3
@@ -28,7 +29,12 @@ def main(argv: list[str] | None = None) -> int:
             from vllm.sm120.doctor import selftest as task
         else:
             from vllm.sm120.doctor import diagnosis as task
-        return task.run(arguments)
+        code = task.run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever reads has seen enough: `vllm doctor ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13  # as a shell says SIGPIPE
     except DoctorError as error:
         print(f"error: {error}", file=sys.stderr)
         if error.cure:
