@@ -6,7 +6,7 @@ TOOL := $(VENV)/bin/python -m scripts
 override CMD := $(value CMD)# a shell's text: its dollar signs are not make's
 override TEST := $(value TEST)
 override ARGS := $(value ARGS)
-export PROJECT PLATFORM SOURCE REPOSITORY FORCE VERBATIM JSON PATCH CMD CONTINUE ABORT REV TEST TAG YES SKIP KEEP TAGS MARKDOWN
+export ARGS PROJECT PLATFORM SOURCE REPOSITORY FORCE VERBATIM JSON PATCH CMD CONTINUE ABORT REV TEST TAG YES SKIP KEEP TAGS MARKDOWN
 
 .PHONY: help wheel fetch tree status check export edit rebase drift verify bisect show-change verify-wheel install doctor bump test bench clean
 .DEFAULT_GOAL := help

@@ -10,12 +10,14 @@ import json
 import sys
 from typing import Any
 
-from vllm.sm120 import ProvenanceError, doctor, plugin_provenance, provenance
+from vllm.sm120 import ProvenanceError, plugin_provenance, provenance
 
 
 def main() -> int:
     if sys.argv[1:2] == ["doctor"]:
-        return doctor.main(sys.argv[2:])
+        from vllm.sm120.doctor import main as doctor
+
+        return doctor(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m vllm.sm120", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     arguments = parser.parse_args()
