@@ -3,7 +3,8 @@
 import gguf
 import pytest
 
-from tests.gguf import tiny
+from tests.doctor.conftest import CONFIGS
+from tests.gguf import header, tiny
 
 Q = gguf.GGMLQuantizationType
 OPTIONS = ("--capability", "12.0", "--dtype", "float16", "--tokenizer", "zai-org/GLM-5")
@@ -70,6 +71,25 @@ def test_a_config_of_another_model(doctor, tmp_path):
     assert "contradict each other" in answer["reason"]
     assert "num_attention_heads: '8'" in answer["reason"]
     assert answer["exit"] == 3
+
+
+@pytest.mark.parametrize("option", ["--tokenizer", "--hf-config-path"])
+def test_the_config_of_another_architecture_is_read_where_the_plugin_reads_it(doctor, tmp_path, option):
+    file = header.write(tmp_path / "x.gguf", {})
+    answer = doctor(file, "--capability", "12.0", option, str(CONFIGS / "llama"))
+    assert answer["exit"] == 0, answer["reason"]
+    facts = answer["model"]["facts"]
+    assert facts["architecture"] == {
+        "value": "LlamaForCausalLM",
+        "source": f"architectures in config.json of {CONFIGS / 'llama'}",
+    }
+
+
+def test_another_architecture_without_a_config(doctor, tmp_path):
+    answer = doctor(header.write(tmp_path / "x.gguf", {}), "--capability", "12.0")
+    assert answer["exit"] == 3
+    assert "Unrecognized model" in answer["reason"]
+    assert "cure: --hf-config-path or --tokenizer with the original model" in answer["reason"]
 
 
 def test_a_checkpoint_has_no_such_section(doctor):

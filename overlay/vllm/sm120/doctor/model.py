@@ -14,7 +14,7 @@ from vllm.sm120.doctor.arguments import SERVE_OPTIONS, flag
 from vllm.sm120.doctor.facts import DoctorError, Fact, Model
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 
 _FILES = (".gguf", ".json")
@@ -38,7 +38,10 @@ def locate(arguments: argparse.Namespace) -> str:
         raise DoctorError(
             f"MODEL {name} is no file or folder, and no repository id (ORG/NAME)"
         )
-    if all(_is_here(each) for each in (name, arguments.hf_config_path) if each):
+    sources = [name, arguments.hf_config_path]
+    if not is_checkpoint(arguments):
+        sources.append(arguments.tokenizer)  # the config of a GGUF file may be there
+    if all(_is_here(each) for each in sources if each):
         constants.HF_HUB_OFFLINE = True
     if path.suffix == ".json" and path.is_file():
         return _folder_of(path)
@@ -100,7 +103,9 @@ def configure(
     # Its size is looked up in a module that needs the compiled operators.
     options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     without_tokenizer = options | {"skip_tokenizer_init": True}
-    if without_tokenizer.pop("tokenizer", None):  # nothing rests on it
+    if "tokenizer" in options:
+        if is_checkpoint(arguments):  # of a GGUF file the config may be beside it
+            del without_tokenizer["tokenizer"]
         return _create_config(path, without_tokenizer), None
     try:
         return _create_config(path, options), None
@@ -108,7 +113,17 @@ def configure(
         try:
             return _create_config(path, without_tokenizer), str(error)
         except RefusedError:
-            raise error from None
+            raise _without_config(arguments, error) from None
+
+
+def _without_config(arguments: argparse.Namespace, error: RefusedError) -> RefusedError:
+    """Add the cure where transformers misses the config of a GGUF file."""
+    if is_checkpoint(arguments) or "Unrecognized model in" not in str(error):
+        return error
+    return RefusedError(
+        f"{error} cure: --hf-config-path or --tokenizer with the original model, "
+        "whose config.json is then read"
+    )
 
 
 def _create_config(path: str, options: dict[str, Any]) -> "VllmConfig":
@@ -182,7 +197,7 @@ def describe(arguments: argparse.Namespace, vllm_config: "VllmConfig") -> Model:
     config = vllm_config.model_config
     parallel = vllm_config.parallel_config
     text_config = config.hf_text_config
-    read = _config_source(arguments)
+    read = _config_source(arguments, config)
 
     def option(name: str, value: Any, default: str) -> Fact:
         given = getattr(arguments, name)
@@ -233,10 +248,12 @@ def describe(arguments: argparse.Namespace, vllm_config: "VllmConfig") -> Model:
     return Model(arguments.model, facts)
 
 
-def _config_source(arguments: argparse.Namespace) -> str:
+def _config_source(arguments: argparse.Namespace, config: "ModelConfig") -> str:
     """Say where the configuration was read."""
     if arguments.hf_config_path:
         return f"config.json of {arguments.hf_config_path}"
+    if config.model == arguments.tokenizer and config.hf_config_path is None:
+        return f"config.json of {arguments.tokenizer}"
     path = Path(arguments.model).expanduser()
     if path.is_file() and path.suffix == ".json":
         return path.name
