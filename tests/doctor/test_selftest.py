@@ -4,32 +4,48 @@ Kernels run in Triton's interpreter, in a process of their own; float16 only, as
 """
 
 import json
+import re
 import time
 from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.sm120 import doctor
+from vllm.sm120 import ProvenanceError, doctor
 from vllm.sm120.doctor import gpus, selftest
 from vllm.sm120.doctor.facts import DoctorError, Gpu
 from vllm.sm120.selftest import child, engine, report
 from vllm.sm120.selftest.model import LONG, NUM_TOPK, SHORT, tokens
 from vllm.sm120.selftest.report import FAILED, PASSED, SKIPPED, STAGES, Check, Report, Timing
 
+ROOT = Path(__file__).parents[2]
 TIMING = Timing("sparse MLA decode", "1 x 8 heads, float16, 16-bit", 8.4, 0.6, "memory")
+
+
+@contextmanager
+def process(**environment: str) -> Iterator[ProcessPoolExecutor]:
+    """A process without a GPU. Its variables are set before it starts: Triton reads them when it is imported."""
+    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        for name, value in {"CUDA_VISIBLE_DEVICES": "", **environment}.items():
+            patch.setenv(name, value)
+        pool.submit(int).result()
+        patch.undo()
+        yield pool
 
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[ProcessPoolExecutor]:
-    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        # Before the process starts: Triton reads it when it is imported, which unpickling a function does.
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        patch.setenv("TRITON_INTERPRET", "1")
-        pool.submit(int).result()
-        patch.undo()
+    with process(TRITON_INTERPRET="1") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory) -> Iterator[ProcessPoolExecutor]:
+    with process(TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton"))) as pool:
         yield pool
 
 
@@ -142,6 +158,56 @@ def count_configurations(capability: tuple[int, int]) -> tuple[int, int]:
     return len(checked), len(reachable - checked)
 
 
+def read_all() -> list[tuple[int, int]]:
+    """Return for every way of reading the sum that it finds in random values, and the right one."""
+    import torch
+    from vllm.sm120.selftest import rates
+
+    found = []
+    for tile, num_tiles, num_warps in rates.READS:
+        source = torch.randint(1000, (3 * tile * num_tiles,), dtype=torch.int32)
+        sums = source.new_empty(3)
+        rates.read(source, sums, tile, num_tiles, num_warps)
+        found.append((sums.sum().item(), source.sum().item()))
+    return found
+
+
+def compile_reads(arch: int) -> list[tuple[str, tuple[int, int]]]:
+    """Return the PTX, and the registers and bytes spilled, of every way of reading."""
+    import torch
+    from vllm.sm120.selftest import rates
+
+    from tests.kernels.compilation import resource_usage
+    from tests.kernels.compile_launches import compile_launches
+
+    source = torch.ones(3 * rates.MOST_READ, dtype=torch.int32)
+    with compile_launches(arch) as compiled:
+        for tile, num_tiles, num_warps in rates.READS:
+            rates.read(source, source[:3], tile, num_tiles, num_warps)
+    return [(kernel.asm["ptx"], resource_usage(kernel.asm["cubin"])) for _, kernel in compiled]
+
+
+def watch_a_compilation() -> list[list[str]]:
+    """Return what a worker has seen of one kernel of ours, compiled under vLLM's JIT monitor, and one of upstream's."""
+    from types import SimpleNamespace
+
+    import torch
+    from vllm.utils import jit_monitor
+    from vllm.v1.attention.ops.triton_merge_attn_states import merge_attn_states
+    from vllm.v1.attention.ops.triton_mqa_logits import paged_mqa_schedule
+
+    from tests.kernels.compile_launches import compile_launches
+
+    worker = SimpleNamespace()
+    jit_monitor.activate(verbose=True)
+    engine.watch_compilations(worker)
+    with compile_launches(90):
+        paged_mqa_schedule(torch.full((2, 1), 100, dtype=torch.int32), 64, 4)
+        states, lse = torch.zeros(4, 8, 128), torch.zeros(8, 4)
+        merge_attn_states(states, states, lse, states, lse)
+    return engine.take_compilations(worker)
+
+
 @pytest.mark.parametrize("kv_format", ["16-bit", "fp8_e4m3", "fp8_ds_mla"])
 def test_the_attention_kernel_is_right(interpreter, kv_format):
     check = interpreter.submit(check_attention, "", kv_format).result()
@@ -206,6 +272,33 @@ def test_every_configuration_of_the_warm_up_is_checked(interpreter, capability):
     assert num_missing == 0
 
 
+# Rates
+
+
+def test_what_measures_the_memory_reads_all_of_it(interpreter):
+    for found, right in interpreter.submit(read_all).result():
+        assert found == right
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_it_reads_16_bytes_at_once_and_keeps_them_in_registers(compiler, arch):
+    for ptx, (_, spilled) in compiler.submit(compile_reads, arch).result():
+        loads = re.findall(r"ld\.global\S*", ptx)
+        assert loads
+        assert all(load.endswith("v4.b32") for load in loads), loads
+        assert spilled == 0
+
+
+def test_a_floor():
+    from vllm.sm120.selftest.rates import Rates
+
+    rates = Rates(read=2e12, copy=1e12, matmul=1e14, fp8_matmul=2e14)
+    assert rates.floor(1e9, 1e9) == (500.0, "memory")
+    assert rates.floor(0, 1e12) == (10_000.0, "compute")
+    assert rates.floor(0, 1e12, rates.fp8_matmul) == (5_000.0, "compute")
+    assert Rates(read=1e12, copy=2e12, matmul=1, fp8_matmul=1).floor(1e9, 0) == (500.0, "memory")
+
+
 # Engines
 
 
@@ -245,6 +338,13 @@ def worker(**changes: Any) -> dict[str, Any]:
     return {"backends": ["TRITON_MLA_SPARSE"], "graphs": "FULL_AND_PIECEWISE", "is_watched": True, **changes}
 
 
+OURS = ["Triton", "sparse_mla_kernel", "vllm.v1.attention.ops.triton_mla_sparse"]
+UPSTREAMS = [
+    ["Triton", "fused_moe_kernel", "vllm.model_executor.layers.fused_moe.fused_moe"],
+    ["CuTeDSL", "a_kernel", ""],
+]
+
+
 @pytest.mark.parametrize(
     ("changes", "compiled", "failed"),
     [
@@ -252,12 +352,54 @@ def worker(**changes: Any) -> dict[str, Any]:
         ({"backends": ["FLASHMLA_SPARSE"]}, [], ["backend"]),
         ({"graphs": "NONE"}, [], ["CUDA graphs"]),
         ({"is_watched": False}, [], ["the JIT monitor watches"]),
-        ({}, ["sparse_mla_kernel (Triton)"], ["nothing is compiled after the warm-up"]),
+        ({}, [OURS], ["compiled after the warm-up"]),
+        ({}, UPSTREAMS, []),
+        ({}, [*UPSTREAMS, OURS], ["compiled after the warm-up"]),
     ],
 )
 def test_how_an_engine_ran(changes, compiled, failed):
     checks = engine.check_engine("float16", worker(**changes), compiled)
     assert [check.name for check in checks if check.status == FAILED] == failed
+
+
+@pytest.mark.parametrize(
+    ("compiled", "detail"),
+    [
+        ([], ""),
+        ([OURS, OURS], "sparse_mla_kernel (Triton)"),
+        (UPSTREAMS, "upstream's, which is no failure: a_kernel (CuTeDSL), fused_moe_kernel (Triton)"),
+        (
+            [OURS, UPSTREAMS[1]],
+            "sparse_mla_kernel (Triton); besides, upstream's, which is no failure: a_kernel (CuTeDSL)",
+        ),
+    ],
+)
+def test_what_was_compiled_late_is_told(compiled, detail):
+    (check,) = (each for each in engine.check_engine("float16", worker(), compiled) if "compiled" in each.name)
+    assert check.detail == detail
+    checks = [*good_report().checks, check]
+    assert (f"compiled after the warm-up: {detail[:20]}" in good_report(checks=checks).as_text()) is bool(detail)
+
+
+def test_compilations_are_seen_with_their_modules(compiler):
+    seen = compiler.submit(watch_a_compilation).result()
+    assert [event[0] for event in seen] == ["Triton", "Triton"]
+    assert [event[2] in engine.OUR_MODULES for event in seen] == [True, False], seen
+
+
+def test_our_modules_are_all_that_have_kernels():
+    """A module is ours if the overlay has it or a patch changes it."""
+    import vllm
+
+    patches = (path.read_text() for path in (ROOT / "patches" / "vllm").glob("*.patch"))
+    paths = {path for patch in patches for path in re.findall(r"^\+\+\+ b/(vllm/\S+\.py)$", patch, re.MULTILINE)}
+    overlay = ROOT / "overlay"
+    paths |= {str(path.relative_to(overlay)) for path in overlay.glob("vllm/**/*.py")}
+    package = Path(vllm.__file__).parents[1]
+    texts = {path: (package / path).read_text() for path in paths if not path.startswith("vllm/sm120/")}
+    kernels = {path for path, text in texts.items() if "triton.jit" in text}
+    assert {path.removesuffix(".py").replace("/", ".") for path in kernels} == set(engine.OUR_MODULES)
+    assert not {path for path, text in texts.items() if re.search(r"cute\.(jit|kernel)|tilelang\.jit", text)}
 
 
 # The report
@@ -318,6 +460,43 @@ def test_the_file(tmp_path):
     assert content["timings"] == [
         {"kernel": TIMING.kernel, "shape": TIMING.shape, "us": 8.4, "floor_us": 0.6, "bound": "memory"}
     ]
+
+
+def test_the_text_says_what_was_tested(monkeypatch):
+    def missing() -> None:
+        raise ProvenanceError("/somewhere/provenance.json is missing: this is a source tree")
+
+    build = {"name": "vllm-gguf-plugin", "version": "0.0.5+sm120.4", "patches": [{}] * 18}
+    monkeypatch.setattr(selftest, "provenance", missing)
+    monkeypatch.setattr(selftest, "plugin_provenance", lambda: build)
+    lines = good_report(provenance=selftest.builds()).as_text().splitlines()
+    assert lines[1:6] == [
+        "Tested",
+        "  NVIDIA RTX PRO 6000, compute capability 12.0",
+        "  vllm 0.33.0",
+        "  vllm: provenance missing: which patches it has is not known",
+        "  vllm-gguf-plugin: 0.0.5+sm120.4, 18 patches",
+    ]
+
+
+def test_the_text_says_how_close_a_check_was():
+    checks = [Check("indexer", name, PASSED, value, 1e-3) for name, value in (("a", 1e-4), ("b", 4e-4))]
+    checks.append(Check("top-k", "ties", PASSED, 0.0, 0.0))
+    lines = good_report(checks=checks).as_text().splitlines()
+    assert "  indexer                2 passed, the worst at 40% of its limit" in lines
+    assert "  top-k                  1 passed" in lines
+
+
+def test_times_are_grouped_by_kernel():
+    prefill = Timing("sparse MLA prefill", "2048 x 8 heads, float16, 16-bit", 1000.0, 190.0, "compute")
+    lines = good_report(timings=[TIMING, prefill, TIMING]).as_text().splitlines()
+    rows = [line.split() for line in lines if line.startswith("    ")]
+    assert [row[-5:] for row in rows] == [
+        ["8.4", "0.6", "7%", "of", "memory"],
+        ["8.4", "0.6", "7%", "of", "memory"],
+        ["1000.0", "190.0", "19%", "of", "compute"],
+    ]
+    assert sum(line.endswith("us  floor us  share") for line in lines) == 2
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
@@ -403,7 +582,7 @@ def case(stage: str) -> dict[str, Any]:
     return event("check", **checked)
 
 
-ANSWERS = event("answers", worker=worker(), compiled=[], content=answers())
+ANSWERS = event("answers", worker=worker(), compiled=UPSTREAMS, content=answers())
 GOOD = {
     "model": [event("saved"), event("reference", content=reference()), event("done")],
     "kernels": [

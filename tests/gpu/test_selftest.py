@@ -52,14 +52,8 @@ def test_every_stage_has_run_and_little_was_skipped(selftest):
 
 
 def test_no_kernel_is_faster_than_its_floor(selftest):
-    """Else the floor, or the time, is wrong. Copies do not reach the memory's last per cent, nor do products."""
+    """Else the floor, or the time, is wrong. 2% are for the clocks, which change between the two."""
     timings = selftest[1]["timings"]
     assert len(timings) > 30
-    # A small decode is latency; there is nothing to learn from its share.
     shares = {(t["kernel"], t["shape"]): t["floor_us"] / t["us"] for t in timings}
-    assert all(0 < share < 1.15 for share in shares.values()), shares
-
-
-def test_it_takes_about_a_minute(selftest):
-    """With cold caches of Triton and vLLM it may take three."""
-    assert selftest[1]["seconds"] < 180
+    assert {case: share for case, share in shares.items() if not 0 < share < 1.02} == {}

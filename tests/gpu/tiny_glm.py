@@ -1,90 +1,33 @@
-"""A tiny random GLM-5, and its log-probabilities in float32, by transformers."""
+"""The self-test's tiny random GLM-5, with a layer for multi-token prediction; its log-probabilities in float32."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from vllm.sm120.selftest import model as selftest
 
-VOCAB_SIZE = 256
-INDEX_TOPK = 2048
-NUM_LAYERS = 4
+VOCAB_SIZE = selftest.VOCAB_SIZE
+INDEX_TOPK = selftest.NUM_TOPK
+NUM_LAYERS = selftest.NUM_LAYERS
 NUM_HEADS = 8
 LATENT = 512  # values of the KV latent; 64 RoPE values follow
 
-# Attention dimensions, top-k and norms are GLM-5's; depth, width and experts are
-# not. Every expert is active, so that rounding cannot change the routing.
-_CONFIG = {
-    "architectures": ["GlmMoeDsaForCausalLM"],
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "moe_intermediate_size": 512,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": NUM_HEADS,
-    "num_key_value_heads": NUM_HEADS,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 8,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "q_lora_rank": 256,
-    "kv_lora_rank": LATENT,
-    "qk_nope_head_dim": 192,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 256,
-    "index_topk": INDEX_TOPK,
-    "index_n_heads": 32,
-    "index_head_dim": 128,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": None,
-    # Read by vLLM only; transformers has these behaviours built in.
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "indexer_rope_interleave": True,
-}
-
 
 def make_model(path: Path) -> torch.nn.Module:
-    """Draw random weights of unit gain, save them and return the float32 model.
+    """Draw the weights, save them and return the float32 model.
 
-    The weights are rounded to bfloat16, as published checkpoints are, so that
-    loading them in 16 bits changes nothing. What is saved has a layer for
-    multi-token prediction (MTP) as well, which the returned model has not.
+    What is saved has a layer for multi-token prediction (MTP) as well, which the
+    returned model has not.
     """
     from safetensors.torch import save_file
-    from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
-    torch.manual_seed(0)
     # transformers knows no MTP layer: it is one decoder layer more, and what _draw_mtp_weights adds.
-    saved = GlmMoeDsaForCausalLM(GlmMoeDsaConfig(num_hidden_layers=NUM_LAYERS + 1, **_CONFIG)).float()
-    with torch.no_grad():
-        for name, weight in saved.named_parameters():
-            value = torch.randn_like(weight)
-            if weight.ndim > 1:
-                value /= weight.shape[-1] ** 0.5
-            else:
-                value = 0.1 * value + (0 if name.endswith("bias") else 1)
-            weight.copy_(value.bfloat16())
-        for name, buffer in saved.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(0.05 * torch.randn_like(buffer))
-    saved.save_pretrained(path)
-    save_file(_draw_mtp_weights(saved), path / "mtp.safetensors")
-
-    config = GlmMoeDsaConfig(num_hidden_layers=NUM_LAYERS, num_nextn_predict_layers=1, **_CONFIG)
-    config.save_pretrained(path)
-    config._attn_implementation = "eager"
-    model = GlmMoeDsaForCausalLM(config).float().eval()
-    missing, _ = model.load_state_dict(saved.state_dict(), strict=False)
-    assert not missing
+    drawn = selftest.draw_model()
+    drawn.save_pretrained(path)
+    save_file(_draw_mtp_weights(drawn), path / "mtp.safetensors")
+    model = selftest.first_layers(drawn, num_mtp_layers=1)
+    model.config.save_pretrained(path)
     return model
 
 
@@ -104,7 +47,7 @@ def _draw_mtp_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 class Reference:
     """A model's log-probabilities in float32. Each sequence is computed once."""
 
-    CHUNK = 512  # tokens per forward: the indexer's scores take 32 heads * 4 bytes for each of them and each key
+    CHUNK = selftest.CHUNK
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -148,17 +91,8 @@ class Reference:
             self._selections[key] = [torch.cat(kept) for kept in layers]
         return self._selections[key]
 
-    @torch.no_grad()
     def _compute(self, token_ids: list[int]) -> torch.Tensor:
-        from transformers import DynamicCache
-
-        ids = torch.tensor([token_ids], device=self._model.device)
-        cache = DynamicCache(config=self._model.config)
-        parts = []
-        for chunk in ids.split(self.CHUNK, dim=1):
-            logits = self._model(input_ids=chunk, past_key_values=cache, use_cache=True).logits[0]
-            parts.append(logits.float().log_softmax(dim=-1).cpu())
-        return torch.cat(parts)[:-1]
+        return selftest.distributions(self._model, token_ids)
 
 
 @contextmanager

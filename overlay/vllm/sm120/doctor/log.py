@@ -10,7 +10,6 @@ import dataclasses
 import json
 import re
 import sys
-import textwrap
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,9 +17,8 @@ from pathlib import Path
 
 from vllm.sm120.doctor import FITS, NOTHING_FITS
 from vllm.sm120.doctor.facts import DoctorError
-from vllm.sm120.doctor.report import SCHEMA
+from vllm.sm120.doctor.report import SCHEMA, wrap
 
-_WIDTH = 100
 _LONGEST_TEXT = 300  # characters of a line that are shown
 _LONGEST_LINE = 65536  # characters that are searched: a log may be no text at all
 # Colours, and all else that could do something to a terminal.
@@ -140,14 +138,7 @@ def _as_text(path: str, findings: list[Finding], *, colour: bool) -> str:
         heading = f"{each.name}: line {each.line}{times}"
         lines.append(f"\033[1m{heading}\033[0m" if colour else heading)
         for name in ("text", "cause", "cure", "source"):
-            lines += textwrap.wrap(
-                getattr(each, name),
-                _WIDTH,
-                initial_indent=f"  {name + ':':<8}",
-                subsequent_indent=" " * 10,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+            lines += wrap(f"  {name + ':':<8}", getattr(each, name))
         lines.append("")
     others = ", the first often the cause of the others" if len(findings) > 1 else ""
     lines.append(f"known failures: {len(findings)}{others}")

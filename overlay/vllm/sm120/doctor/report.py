@@ -73,6 +73,18 @@ class Report:
         return "\n".join(_Text(colour).render(self)) + "\n"
 
 
+def wrap(prefix: str, text: str) -> list[str]:
+    """Return lines of 100 columns; all begin where the prefix of the first ends."""
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=prefix,
+        subsequent_indent=" " * len(prefix),
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [prefix.rstrip()]
+
+
 class _Text:
     def __init__(self, colour: bool) -> None:
         self.colour = colour
@@ -147,14 +159,7 @@ class _Text:
         self._wrap(f"  {name:<{_INDENT - 3}} ", text)
 
     def _wrap(self, prefix: str, text: str) -> None:
-        self.lines += textwrap.wrap(
-            text,
-            _WIDTH,
-            initial_indent=prefix,
-            subsequent_indent=" " * len(prefix),
-            break_long_words=False,
-            break_on_hyphens=False,
-        ) or [prefix.rstrip()]
+        self.lines += wrap(prefix, text)
 
     def _paint(self, style: str, text: str) -> str:
         return f"\033[{_COLOURS[style]}m{text}\033[0m" if self.colour else text

@@ -246,11 +246,12 @@ def versions() -> dict[str, str]:
 def builds() -> list[dict[str, Any]]:
     """Return which upstream and which patches this is, of vLLM and of the plugin."""
     found = []
-    for read in (provenance, plugin_provenance):
+    packages = {"vllm": provenance, "vllm-gguf-plugin": plugin_provenance}
+    for name, read in packages.items():
         try:
             build = read()
         except ProvenanceError as error:
-            build = {"error": str(error)}
+            build = {"name": name, "error": str(error)}
         if build is not None:
             found.append(build)
     return found

@@ -65,25 +65,30 @@ def tokens(length: int) -> list[int]:
     return [draw.randrange(VOCAB_SIZE) for _ in range(length + NUM_FORCED)]
 
 
-def make_model(folder: str, **changes: Any) -> Any:
-    """Draw weights of unit gain, save the model and return it in float32.
-
-    They are rounded to bfloat16, as published checkpoints are, so that loading them
-    in 16 bits changes nothing. The limits of `engine` are for this draw.
-    """
-    import torch
+def build(num_layers: int, num_mtp_layers: int = 0, **changes: Any) -> Any:
+    """Return the model in float32, not drawn yet; `changes` are of the config."""
     from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
-    def build(num_layers: int) -> Any:
-        settings = _CONFIG | changes | {"num_hidden_layers": num_layers}
-        config = GlmMoeDsaConfig(num_nextn_predict_layers=0, **settings)
-        config._attn_implementation = "eager"
-        return GlmMoeDsaForCausalLM(config).float().eval()
+    layers = {
+        "num_hidden_layers": num_layers,
+        "num_nextn_predict_layers": num_mtp_layers,
+    }
+    config = GlmMoeDsaConfig(**_CONFIG | changes | layers)
+    config._attn_implementation = "eager"
+    return GlmMoeDsaForCausalLM(config).float().eval()
+
+
+def draw_model(**changes: Any) -> Any:
+    """Return a model of NUM_LAYERS + 1 layers with random weights of unit gain.
+
+    They are rounded to bfloat16, as published checkpoints are, so that loading them
+    in 16 bits changes nothing. The limits of `engine` are for this draw. They come
+    from the tests of the distribution, which make an MTP layer of the last one.
+    """
+    import torch
 
     torch.manual_seed(0)
-    # With a layer more than is kept: the tests of the distribution, from whose
-    # results the limits are, use it for multi-token prediction.
-    drawn = build(NUM_LAYERS + 1)
+    drawn = build(NUM_LAYERS + 1, **changes)
     with torch.no_grad():
         for name, weight in drawn.named_parameters():
             value = torch.randn_like(weight)
@@ -95,15 +100,29 @@ def make_model(folder: str, **changes: Any) -> Any:
         for name, buffer in drawn.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.05 * torch.randn_like(buffer))
-    model = build(NUM_LAYERS)
+    return drawn
+
+
+def first_layers(drawn: Any, num_mtp_layers: int = 0, **changes: Any) -> Any:
+    """Return the model of a drawn one's first NUM_LAYERS layers."""
+    model = build(NUM_LAYERS, num_mtp_layers, **changes)
     missing, _ = model.load_state_dict(drawn.state_dict(), strict=False)
     assert not missing, missing
+    return model
+
+
+def make_model(folder: str, **changes: Any) -> Any:
+    """Draw the model, save it and return it in float32."""
+    model = first_layers(draw_model(**changes), **changes)
     model.save_pretrained(folder)
     return model
 
 
-def logprobs(model: Any, token_ids: list[int]) -> list[float]:
-    """Return the log-probability of every token but the first, given those before."""
+def distributions(model: Any, token_ids: list[int]) -> Any:
+    """Return fp32 [tokens - 1, vocabulary], on the CPU: the log-probabilities.
+
+    Each token has a row but the first one, given the tokens before it.
+    """
     import torch
     from transformers import DynamicCache
 
@@ -113,9 +132,16 @@ def logprobs(model: Any, token_ids: list[int]) -> list[float]:
     with torch.no_grad():
         for chunk in ids.split(CHUNK, dim=1):
             output = model(input_ids=chunk, past_key_values=cache, use_cache=True)
-            parts.append(output.logits[0].float().log_softmax(-1))
-    chosen = torch.cat(parts)[:-1].gather(1, ids[0, 1:, None])
-    return chosen[:, 0].tolist()
+            parts.append(output.logits[0].float().log_softmax(-1).cpu())
+    return torch.cat(parts)[:-1]
+
+
+def logprobs(model: Any, token_ids: list[int]) -> list[float]:
+    """Return the log-probability of every token but the first, given those before."""
+    import torch
+
+    chosen = torch.tensor(token_ids)[1:, None]
+    return distributions(model, token_ids).gather(1, chosen)[:, 0].tolist()
 
 
 def main() -> None:

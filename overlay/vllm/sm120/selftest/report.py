@@ -5,16 +5,33 @@
 import dataclasses
 import json
 import math
-import textwrap
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm.sm120.doctor.report import wrap
+
 SCHEMA = 1
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 # Of each, one check at least must have passed: what never ran has not passed.
 STAGES = ("sparse MLA", "indexer", "top-k", "engine float16", "engine bfloat16")
+
+_HARDWARE = {
+    "gpu": "{}",
+    "capability": "compute capability {}",
+    "multiprocessors": "{} multiprocessors",
+    "memory_gib": "{} GiB",
+    "l2_mib": "{} MiB of L2 cache",
+    "driver": "driver {}",
+}
+_TIMES = (
+    "The median of a call in a CUDA graph. Sizes: tokens x heads of a GPU, dtype, KV "
+    "cache format; for the indexer and top-k: tokens x keys. The floor is the least "
+    "time that this GPU needs: to read the call's rows or keys (memory), or for its "
+    "products (compute), at the rates measured here. The share is the floor over the "
+    "time: a kernel at 100% cannot be made faster."
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +43,7 @@ class Check:
     status: str  # PASSED, FAILED or SKIPPED
     value: float | None = None
     limit: float | None = None
-    detail: str = ""  # why it failed or was skipped, or what was found
+    detail: str = ""  # why it failed or was skipped, or what is worth telling
 
 
 @dataclass(frozen=True)
@@ -47,7 +64,7 @@ class Report:
     started: str  # ISO 8601, UTC
     hardware: dict[str, Any]
     versions: dict[str, str]
-    provenance: list[dict[str, Any]]
+    provenance: list[dict[str, Any]]  # of a package; "name" and "error" if missing
     checks: list[Check] = field(default_factory=list)
     rates: dict[str, float] = field(default_factory=dict)
     timings: list[Timing] = field(default_factory=list)
@@ -89,34 +106,57 @@ class Report:
 
     def as_text(self) -> str:
         """Return the summary, at most 100 columns wide but for the logs of others."""
-        lines = ["", "Checks"]
+        lines = ["", "Tested", *self._tested(), "", "Checks"]
         for stage in dict.fromkeys((*STAGES, *(check.stage for check in self.checks))):
             of_stage = [check for check in self.checks if check.stage == stage]
-            lines.append(f"  {stage:<24} {counts(of_stage)}")
+            found = ", ".join(filter(None, [counts(of_stage), closest(of_stage)]))
+            lines.append(f"  {stage:<22} {found}")
             for check in of_stage:
                 if check.status != PASSED:
-                    lines += _wrapped(f"{check.status}: {check.name}: {outcome(check)}")
+                    lines += _lines(check.status, f"{check.name}: {outcome(check)}")
+                elif check.detail:
+                    lines += _lines(check.name, check.detail)
         lines += self._times()
         lines += ["", "Verdict"]
         for problem in self.problems:
-            lines += _wrapped(problem)
+            lines += wrap("  - ", problem)
         lines.append(f"  {self.verdict} in {self.seconds:.0f} s")
         return "\n".join(lines) + "\n"
+
+    def _tested(self) -> list[str]:
+        hardware = [
+            words.format(self.hardware[name])
+            for name, words in _HARDWARE.items()
+            if name in self.hardware
+        ]
+        versions = [
+            f"{name} {version}"
+            for name, version in self.versions.items()
+            if name != "platform"
+        ]
+        lines = wrap("  ", ", ".join(hardware)) + wrap("  ", ", ".join(versions))
+        for build in self.provenance:
+            if "error" in build:
+                what = "provenance missing: which patches it has is not known"
+            else:
+                what = f"{build['version']}, {len(build['patches'])} patches"
+            lines += wrap("  ", f"{build['name']}: {what}")
+        return lines
 
     def _times(self) -> list[str]:
         if not self.timings:
             return []
         rates = ", ".join(f"{value:g} {name}" for name, value in self.rates.items())
-        lines = ["", f"Times (measured: {rates})"]
-        lines.append(
-            f"  {'kernel':<26} {'size':<38} {'us':>9} {'floor':>9} share of it"
-        )
-        for timing in self.timings:
-            share = timing.floor_us / timing.us
-            lines.append(
-                f"  {timing.kernel:<26} {timing.shape:<38} {timing.us:>9.1f} "
-                f"{timing.floor_us:>9.1f} {share:>4.0%} {timing.bound}"
-            )
+        lines = ["", "Times", *wrap("  ", _TIMES), *wrap("  measured: ", rates)]
+        for kernel in dict.fromkeys(timing.kernel for timing in self.timings):
+            lines += ["", f"  {kernel:<42} {'us':>9} {'floor us':>9} {'share':>6}"]
+            for timing in self.timings:
+                if timing.kernel == kernel:
+                    share = timing.floor_us / timing.us
+                    lines.append(
+                        f"    {timing.shape:<40} {timing.us:>9.1f} "
+                        f"{timing.floor_us:>9.1f} {share:>6.0%} of {timing.bound}"
+                    )
         return lines
 
 
@@ -135,13 +175,20 @@ def counts(checks: list[Check]) -> str:
     return ", ".join(f"{number[status]} {status}" for status in statuses) or "not run"
 
 
-def _wrapped(text: str) -> list[str]:
+def closest(checks: list[Check]) -> str:
+    """Return how near to its limit the worst check that passed has come."""
+    shares = [
+        check.value / check.limit
+        for check in checks
+        if check.status == PASSED and check.limit and check.value is not None
+    ]
+    return f"the worst at {max(shares):.0%} of its limit" if shares else ""
+
+
+def _lines(what: str, text: str) -> list[str]:
     """Return indented lines; what follows the first line of `text` is a log."""
     first, *log = text.splitlines()
-    wrapped = textwrap.wrap(
-        first, 100, initial_indent=" " * 4, subsequent_indent=" " * 6
-    )
-    return wrapped + [f"      {line}" for line in log]
+    return wrap(f"    {what}: ", first) + [f"      {line}" for line in log]
 
 
 def _plain(value: Any) -> Any:

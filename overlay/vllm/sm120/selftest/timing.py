@@ -3,17 +3,16 @@
 """The stage that times the kernels: python -m vllm.sm120.selftest.timing EVENTS
 
 A call is timed in a CUDA graph of many. Decoding calls read rows or pages of their
-own, more than four times the L2 cache in all, so that they come from memory. Nothing
-can be faster than its floor: the bytes that a call must read and write over the rate
-of a large copy (which counts both), or its products over the rate of a large matrix
-product, whichever is longer.
+own, in all CACHE_TIMES the L2 cache (but no more than MAX_CALLS calls), so that they
+come from memory; their floor (`rates`) counts these, and neither queries nor outputs,
+which may stay in the cache. So may the context of a prefill: its floor is that of its
+products.
 """
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from statistics import median
 
 import torch
 
@@ -21,16 +20,20 @@ from vllm.sm120.selftest import attention, indexer
 from vllm.sm120.selftest.cases import Target
 from vllm.sm120.selftest.child import Events
 from vllm.sm120.selftest.kernels import target
-from vllm.sm120.selftest.reference import E4M3, RANK, ROPE, store
+from vllm.sm120.selftest.rates import (
+    CACHE_TIMES,
+    Rates,
+    graph_time,
+    l2_bytes,
+    measure_rates,
+)
+from vllm.sm120.selftest.reference import RANK, ROPE, store
 from vllm.sm120.selftest.report import Timing
 from vllm.v1.attention.ops import triton_mla_sparse, triton_mqa_logits
-from vllm.v1.attention.ops.e4m3 import SOFTWARE_E4M3
 from vllm.v1.attention.ops.triton_mla_sparse_config import KVFormat
 
 NUM_TOPK = attention.NUM_TOPK
 MAX_CALLS = 256
-BUDGET_US = 60e3  # of replays for one timing
-MATMUL_SIZE = 8192
 MAX_ROWS = 1 << 21  # of the pool: 2.4 GB in 16 bits
 DRAWN_ROWS = 1 << 16  # of them
 PREFILL_ROWS = 1 << 17  # the context of a prefill
@@ -49,72 +52,10 @@ SHAPES = [
 ]
 
 
-def graph_time(calls: Sequence[Callable[[], object]]) -> float:
-    """Return the microseconds of one call: the median over replays of all calls."""
-    for call in calls[:2]:
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-
-    def replay() -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3
-
-    replay()
-    number = max(5, min(30, int(BUDGET_US / max(replay(), 1.0))))
-    return median(replay() for _ in range(number)) / len(calls)
-
-
-@dataclasses.dataclass(frozen=True)
-class Rates:
-    """What the GPU reaches at its best."""
-
-    copy: float  # bytes a second, read and written
-    matmul: float  # 16-bit operations a second
-    fp8_matmul: float  # where e4m3 is done in software, that of `matmul`
-
-    def floor(
-        self, num_bytes: float, flop: float, matmul: float | None = None
-    ) -> tuple[float, str]:
-        """Return the microseconds of a floor, and what sets it."""
-        memory = num_bytes / self.copy * 1e6
-        compute = flop / (matmul or self.matmul) * 1e6
-        return (memory, "memory") if memory >= compute else (compute, "compute")
-
-
-def measure_rates() -> Rates:
-    size = min(2**30, torch.cuda.mem_get_info()[0] // 8)
-    source = torch.ones(size, dtype=torch.uint8, device="cuda")
-    copy = torch.empty_like(source)
-    copy_us = graph_time([partial(copy.copy_, source)] * 4)
-    del source, copy
-
-    a = torch.randn(MATMUL_SIZE, MATMUL_SIZE, dtype=torch.float16, device="cuda")
-    out = torch.empty_like(a)
-    matmul_us = graph_time([partial(torch.matmul, a, a, out=out)] * 2)
-    fp8_us = matmul_us
-    if not SOFTWARE_E4M3.value:
-        one, b = torch.ones((), device="cuda"), a.to(E4M3)
-        operands = b, b.t(), one, one
-        multiply = partial(torch._scaled_mm, *operands, out_dtype=torch.bfloat16)
-        try:
-            fp8_us = graph_time([multiply] * 2)
-        except RuntimeError as error:  # the library has none for this GPU
-            print(f"no e4m3 matrix product: {error}", flush=True)
-    flop = 2 * MATMUL_SIZE**3
-    return Rates(2 * size / copy_us * 1e6, flop / matmul_us * 1e6, flop / fp8_us * 1e6)
-
-
 def num_calls(bytes_per_call: int, most: int) -> int:
-    """Return how many calls read four times the L2 cache, of at most `most`."""
-    l2 = torch.cuda.get_device_properties(0).L2_cache_size
-    return max(1, min(most, MAX_CALLS, max(2, 4 * l2 // bytes_per_call + 1)))
+    """Return how many calls read CACHE_TIMES the L2 cache, of at most `most`."""
+    wanted = max(2, CACHE_TIMES * l2_bytes() // bytes_per_call + 1)
+    return max(1, min(most, MAX_CALLS, wanted))
 
 
 class Pool:
@@ -179,14 +120,11 @@ def attention_timing(
         )
 
     us = graph_time([partial(call, topk) for topk in lists])
-    num_rows = shape.tokens * NUM_TOPK
-    num_bytes = 4 * num_rows + 2 * q_nope.nbytes + q_pe.nbytes  # lists, out and q
-    if shape.is_prefill:
-        num_rows = min(PREFILL_ROWS, len(pool))
-    num_bytes += num_rows * row_bytes
+    num_entries = shape.tokens * NUM_TOPK
+    num_bytes = 0 if shape.is_prefill else num_entries * (4 + row_bytes)
     # Fewer than 16 heads count as 16, the smallest tile of the tensor cores.
     heads = max(shape.heads, 16)
-    flop = 2 * (2 * RANK + ROPE) * heads * shape.tokens * NUM_TOPK
+    flop = 2 * (2 * RANK + ROPE) * heads * num_entries
     kind = "prefill" if shape.is_prefill else "decode"
     return Timing(
         f"{attention.STAGE} {kind}",
@@ -219,7 +157,7 @@ def paged_timing(requests: int, heads: int, gpu: Target, rates: Rates) -> Timing
 
     tables = order.view(calls, requests, pages)
     us = graph_time([partial(call, table) for table in tables])
-    num_bytes = requests * (pages * indexer.PAGE_BYTES + 4 * CONTEXT)
+    num_bytes = requests * pages * (4 + indexer.PAGE_BYTES)
     flop = 2 * indexer.HEAD_DIM * heads * requests * CONTEXT
     shape = f"{requests} x {CONTEXT} keys, {heads} heads"
     floor = rates.floor(num_bytes, flop, rates.fp8_matmul)
@@ -236,9 +174,8 @@ def contiguous_timing(tokens: int, heads: int, rates: Rates) -> Timing:
     ends = torch.full_like(starts, CONTEXT)
     arguments = q, k, k_scale, weights, starts, ends, CONTEXT
     us = graph_time([partial(triton_mqa_logits.mqa_logits, *arguments)] * 2)
-    num_bytes = 4 * tokens * CONTEXT + k.nbytes + k_scale.nbytes + q.nbytes
     flop = 2 * indexer.HEAD_DIM * heads * tokens * CONTEXT
-    floor = rates.floor(num_bytes, flop, rates.fp8_matmul)
+    floor = rates.floor(0, flop, rates.fp8_matmul)
     return Timing(
         "indexer prefill", f"{tokens} x {CONTEXT} keys, {heads} heads", us, *floor
     )
@@ -248,7 +185,7 @@ def topk_timing(requests: int, rates: Rates) -> Timing:
     """Time the top-k of decoding requests, by the kernel that vLLM chooses."""
     from vllm.model_executor.layers.indexer_topk import get_indexer_topk
 
-    calls = num_calls(4 * requests * CONTEXT, 64)
+    calls = num_calls(4 * requests * CONTEXT, MAX_CALLS)
     logits = torch.randn(calls, requests, CONTEXT, device="cuda")
     lengths = torch.full((requests, 1), CONTEXT, dtype=torch.int32, device="cuda")
     found = torch.empty(requests, NUM_TOPK, dtype=torch.int32, device="cuda")
@@ -256,7 +193,7 @@ def topk_timing(requests: int, rates: Rates) -> Timing:
     us = graph_time(
         [partial(topk, each, lengths, 1, found, NUM_TOPK, CONTEXT) for each in logits]
     )
-    floor = rates.floor(4 * requests * (CONTEXT + NUM_TOPK), 0)
+    floor = rates.floor(4 * requests * CONTEXT, 0)
     return Timing("top-k decode", f"{requests} x {CONTEXT} keys", us, *floor)
 
 
@@ -281,12 +218,9 @@ def main() -> None:
     events = Events(sys.argv[1])
     init_workspace_manager(torch.device("cuda"))
     rates = measure_rates()
-    named = {
-        "GB/s copied": rates.copy / 1e9,
-        "TFLOP/s in 16 bits": rates.matmul / 1e12,
-        "TFLOP/s in e4m3": rates.fp8_matmul / 1e12,
-    }
-    events.emit("rates", content={key: round(named[key], 1) for key in named})
+    torch.cuda.empty_cache()  # what is free decides what is timed
+    named = {name: round(value, 1) for name, value in rates.named().items()}
+    events.emit("rates", content=named)
     for time in timings(target(), rates):
         events.emit("doing", what=f"timing {time.func.__name__} {time.args[0]}")
         try:
