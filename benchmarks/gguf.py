@@ -9,19 +9,25 @@ layers in Q8_0 and half in Q4_K. It is made when it is not there yet, of random 
 `load` empties the page cache, times `cat` of the file, empties the cache again and times the plugin's loader as an
 engine calls it. Meanwhile the anonymous memory of that process is sampled: the file's own pages do not count.
 
-`dtypes` times an engine with CUDA graphs, and adds how far off the tests' models were, where the results of
-tests/gpu/test_gguf_engine.py are in the same folder.
+`dtypes` times an engine in each dtype, with CUDA graphs, and adds how far off the tests' models were, where the results
+of tests/gpu/test_gguf_engine.py are in the same folder. The engines start side by side, on one GPU if there is but one,
+and are timed in turns. All that they print is shown at once, and what they have measured is kept in a `.partial.json`
+until both have ended.
 """
 
 import argparse
 import json
 import os
+import queue
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -54,11 +60,12 @@ CONFIG = tiny.CONFIG | {
 }
 
 PROMPT = 4096
-PREFILL_REQUESTS = 4
+PREFILL_REQUESTS = 2  # as many tokens as one step takes
 DECODE_REQUESTS = [1, 32]
 DECODE_PROMPT = 16
-NUM_TOKENS = 128
-ROUNDS = 5
+NUM_TOKENS = 64
+ROUNDS = 5  # at most, of each measurement ...
+ROUND_SECONDS = 8  # ... of which none starts later than that
 ENGINE = {
     "skip_tokenizer_init": True,
     "max_model_len": 8192,
@@ -205,11 +212,18 @@ def measure_load(path: Path, dtype: str, read_ahead: bool) -> dict[str, Any]:
     samples: list[tuple[float, int]] = []
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        while process.poll() is None:
-            samples.append((time.time(), rss_anon(process.pid)))
-            time.sleep(SAMPLE_SECONDS)
-        output.seek(0)
-        log = output.read()
+        try:
+            while process.poll() is None:
+                samples.append((time.time(), rss_anon(process.pid)))
+                time.sleep(SAMPLE_SECONDS)
+        finally:
+            interrupted = process.poll() is None
+            process.kill()
+            process.wait()
+            output.seek(0)
+            log = output.read()
+            if interrupted:
+                print(log[-10_000:], flush=True)
     found = re.findall(r'^\{"start".*\}$', log, re.MULTILINE)
     if process.returncode or len(found) != 1:
         sys.exit(f"the loader ended with {process.returncode}:\n{log[-10_000:]}")
@@ -249,12 +263,19 @@ def used_memory(worker) -> dict[str, float]:
 
 
 def run_engine(path: Path, dtype: str) -> None:
-    """In a process of its own: serve, and print a row."""
+    """In a process of its own: start an engine, wait for a line of input, and print what is measured step by step."""
+
+    def report(**fields: Any) -> None:
+        print(json.dumps({"dtype": dtype, **fields}), flush=True)
+
     from vllm import LLM
 
     from tests.gpu.run_engine import describe, serve
 
     llm = LLM(str(path), dtype=dtype, **ENGINE)
+    worker = llm.collective_rpc(describe)[0]
+    report(backend=worker["backends"][0], graphs=worker["graphs"], cuda_kernels=worker["gguf_cuda"])
+    sys.stdin.readline()
 
     def seconds(count: int, length: int, num_tokens: int) -> float:
         rng = random.Random(length)
@@ -263,28 +284,69 @@ def run_engine(path: Path, dtype: str) -> None:
         serve(llm, [{"prompt": prompt, "num_generated": num_tokens} for prompt in prompts], logprobs=False)
         return time.perf_counter() - start
 
-    def rate(count: int, length: int, num_tokens: int) -> float:
-        """Return tokens per second: of prompts, or, if more than one is generated, of those after the first."""
-        seconds(count, length, num_tokens)
-        times = []
-        for _ in range(ROUNDS):
+    def measure(name: str, count: int, length: int, num_tokens: int) -> None:
+        """Report tokens per second: of prompts, or, if more than one is generated, of those after the first."""
+        print(f"{dtype}: {name}: {seconds(count, length, num_tokens):.1f} s the first time", flush=True)
+        times: list[float] = []
+        end = time.perf_counter() + ROUND_SECONDS
+        while not times or (len(times) < ROUNDS and time.perf_counter() < end):
             first = seconds(count, length, 1)
             times.append(first if num_tokens == 1 else seconds(count, length, num_tokens) - first)
-        return count * (length if num_tokens == 1 else num_tokens - 1) / median(times)
+        tokens = count * (length if num_tokens == 1 else num_tokens - 1)
+        report(**{f"{name}_tokens_per_s": round(tokens / median(times), 1), f"{name}_rounds": len(times)})
 
-    worker = llm.collective_rpc(describe)[0]
-    row = {
-        "dtype": dtype,
-        "backend": worker["backends"][0],
-        "graphs": worker["graphs"],
-        "prefill_tokens_per_s": round(rate(PREFILL_REQUESTS, PROMPT, 1), 1),
-        **{
-            f"decode_{count}_tokens_per_s": round(rate(count, DECODE_PROMPT, NUM_TOKENS), 1)
-            for count in DECODE_REQUESTS
-        },
-        **llm.collective_rpc(used_memory)[0],
-    }
-    print(json.dumps(row), flush=True)
+    measure("prefill", PREFILL_REQUESTS, PROMPT, 1)
+    for count in DECODE_REQUESTS:
+        measure(f"decode_{count}", count, DECODE_PROMPT, NUM_TOKENS)
+    report(**llm.collective_rpc(used_memory)[0])
+
+
+class Child:
+    """A process that prints fields of a row as JSON and anything else, all of which is shown at once."""
+
+    def __init__(self, name: str, command: list[Any], environment: dict[str, str]) -> None:
+        self.name = name
+        self.row: dict[str, Any] = {}
+        self._reported: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: the process has ended
+        self._process = subprocess.Popen(
+            command,
+            env=os.environ | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            print(f"[{self.name}] {line.rstrip()}", flush=True)
+            if line.startswith('{"dtype"'):
+                self.row |= json.loads(line)
+                self._reported.put(True)
+        self._reported.put(False)
+
+    def wait(self) -> bool:
+        """Wait until fields are reported; return False if the process has ended instead, or exit if it has failed."""
+        if self._reported.get():
+            return True
+        if self._process.wait():
+            sys.exit(f"the engine in {self.name} ended with {self._process.returncode}")
+        return False
+
+    def go(self) -> None:
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """End the process and those that it has started."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self._process.wait()
 
 
 def accuracy(results: Path | None, dtype: str) -> dict[str, float | None]:
@@ -304,33 +366,29 @@ def accuracy(results: Path | None, dtype: str) -> dict[str, float | None]:
     return errors
 
 
-def measure_dtypes(path: Path, results: Path | None) -> list[dict[str, Any]]:
-    """Return a row for each dtype. They are measured at the same time where each has a GPU of its own."""
+def measure_dtypes(path: Path, results: Path | None, keep: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Measure a row for each dtype, and `keep` the rows after each step."""
     from tests.gpu.engine import visible_gpus
 
     gpus = visible_gpus()
-    dtypes = ["float16", "bfloat16"]
-    processes: dict[str, subprocess.Popen] = {}
-    outputs: dict[str, str] = {}
-    for index, dtype in enumerate(dtypes):
-        command = [sys.executable, "-m", "benchmarks.gguf", "run-engine", path, "--dtype", dtype]
-        environment = os.environ | {
-            "CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)],
-            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for `describe` and `used_memory`
-        }
-        processes[dtype] = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        if len(gpus) == 1:
-            outputs[dtype] = processes[dtype].communicate()[0]
-    rows = []
-    for dtype, process in processes.items():
-        output = outputs[dtype] if dtype in outputs else process.communicate()[0]
-        found = re.findall(r'^\{"dtype".*\}$', output, re.MULTILINE)
-        if process.returncode or len(found) != 1:
-            sys.exit(f"the engine in {dtype} ended with {process.returncode}:\n{output[-10_000:]}")
-        rows.append(json.loads(found[0]) | accuracy(results, dtype))
-    return rows
+    children: list[Child] = []
+    try:
+        for index, dtype in enumerate(("float16", "bfloat16")):
+            command = [sys.executable, "-m", "benchmarks.gguf", "run-engine", path, "--dtype", dtype]
+            environment = {
+                "CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)],
+                "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for `describe` and `used_memory`
+            }
+            children.append(Child(dtype, command, environment))
+        for child in children:  # until all have started
+            child.wait()
+        for child in children:
+            child.go()
+            while child.wait():
+                keep([each.row | accuracy(results, each.name) for each in children])
+    finally:
+        for child in children:
+            child.kill()
 
 
 def main() -> None:
@@ -354,17 +412,27 @@ def main() -> None:
     if args.part == "run-engine":
         return run_engine(args.path, args.dtype)
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
     from tests.gpu.results import gpu_slug, write_results
+
+    rows: list[dict[str, Any]] = []
+    results = args.results and args.results / f"gguf-{args.part}-{gpu_slug()}.json"
+    partial = results and results.with_suffix(".partial.json")
+
+    def keep(measured: list[dict[str, Any]]) -> None:
+        rows[:] = measured
+        if partial:
+            write_results(partial, rows)
 
     path = ensure_file(args.folder, int(args.size * 1e9))
     if args.part == "load":
-        rows = [measure_load(path, args.dtype, not args.no_read_ahead)]
+        keep([measure_load(path, args.dtype, not args.no_read_ahead)])
     else:
-        rows = measure_dtypes(path, args.results)
+        measure_dtypes(path, args.results, keep)
     for row in rows:
         print(row)
-    if args.results:
-        write_results(args.results / f"gguf-{args.part}-{gpu_slug()}.json", rows)
+    if partial:
+        partial.replace(results)
     return None
 
 

@@ -1,5 +1,7 @@
-"""The synthetic GGUF file of the load benchmark: a valid model of the wanted size."""
+"""The synthetic GGUF file of the benchmarks, a valid model of the wanted size, and how engines are timed in turns."""
 
+import sys
+import textwrap
 from types import SimpleNamespace
 
 import gguf
@@ -46,3 +48,68 @@ def test_the_plugin_takes_the_file(benchmark, tmp_path):
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         assert np.isfinite(values).all()
         assert 0.5 < values.std() / benchmark.DEVIATION < 2, tensor.name
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    """Let a script stand for Python, so that it is started instead of an engine."""
+
+    def stand_in(measure: str) -> None:
+        script = tmp_path / "python"
+        script.write_text(
+            textwrap.dedent(
+                """\
+                #!/bin/sh
+                # -m benchmarks.gguf run-engine PATH --dtype DTYPE
+                dtype=$6
+                echo "$dtype starts" >&2
+                echo "{\\"dtype\\": \\"$dtype\\", \\"backend\\": \\"B\\"}"
+                read line
+                """
+            )
+            + measure
+        )
+        script.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(script))
+
+    return stand_in
+
+
+def test_engines_are_timed_in_turns(engine, tmp_path, capfd):
+    from benchmarks.gguf import measure_dtypes
+
+    engine(f"""
+        echo "$dtype begins" >> {tmp_path}/order
+        for step in prefill decode_1; do echo "{{\\"dtype\\": \\"$dtype\\", \\"$step\\": 1}}"; done
+        echo "$dtype ends" >> {tmp_path}/order
+    """)
+    kept = []
+    measure_dtypes(tmp_path, None, kept.append)
+    order = ["float16 begins", "float16 ends", "bfloat16 begins", "bfloat16 ends"]
+    assert (tmp_path / "order").read_text().splitlines() == order
+    assert [len(rows) for rows in kept] == [2] * 4
+    for row, dtype in zip(kept[-1], ("float16", "bfloat16"), strict=True):
+        assert row == {
+            "dtype": dtype,
+            "backend": "B",
+            "prefill": 1,
+            "decode_1": 1,
+            "error": None,
+            "error_past_topk": None,
+        }
+    assert "[bfloat16] bfloat16 starts" in capfd.readouterr().out
+
+
+def test_what_was_measured_is_kept_where_an_engine_fails(engine, tmp_path, capfd):
+    from benchmarks.gguf import measure_dtypes
+
+    engine("""
+        echo "{\\"dtype\\": \\"$dtype\\", \\"prefill\\": 1}"
+        echo out of memory >&2
+        exit 7
+    """)
+    kept = []
+    with pytest.raises(SystemExit, match="the engine in float16 ended with 7"):
+        measure_dtypes(tmp_path, None, kept.append)
+    assert kept[-1][0]["prefill"] == 1
+    assert "[float16] out of memory" in capfd.readouterr().out

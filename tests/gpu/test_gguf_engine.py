@@ -4,18 +4,23 @@ A run takes one level of each of five factors: the file, the dtype, the backend,
 TRITON_MLA_SPARSE whether the GPU is what it is or claims to be a 12.0. RUNS are seven runs in which every pair of
 levels of the first four occurs, and each capability with both dtypes and both modes.
 
-What is compared is logits, but for what all logits of a position have in common, which log-probabilities do not tell:
-every position's mean is taken off. The kernels quantise activations to 8 bits for quantised weights, which is most of
-the error up to top-k. Past it the indexer's fp8 keys cost as much, so the limit there is what the same engine errs
-with the same weights as safetensors.
+What is compared is logits, see positions.py. The issue asks for a cosine of 0.999 up to top-k. Float and Q8_0 files
+have it, and so have all with Triton's kernels. K and IQ types do not have it with the compiled kernels: these round
+the inputs of quantised layers to 8 bits, blockwise, and for K types with minima the errors meet numbers that are
+larger than the weights. That is llama.cpp's arithmetic, and no fault of a kernel. `Rounding` in tiny_gguf.py does the
+same to the reference, so the limit is computed: an engine errs as much as the reference with rounded inputs and the
+engine with the same weights as safetensors together, but for a margin. The latter counts most past top-k, where the
+indexer's fp8 keys choose others.
 
-An argmax is counted where the reference's margin between its two best tokens is more than five times the rms error of
-that margin. All experts are active: rounding cannot change the routing.
+Argmaxes are to be the reference's, and every token of a greedy text its choice after what precedes it, wherever that
+is beyond doubt. So speculation and a second GPU are judged without a second text, which would part from the first one
+at the first two tokens that are nearly as good. All experts are active: rounding cannot change the routing.
 """
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from math import hypot
 from typing import Any
 
 import pytest
@@ -24,10 +29,11 @@ from gguf import GGMLQuantizationType as Q
 
 from tests.gguf.tiny import MIXED
 from tests.gpu.engine import Engines, Run
+from tests.gpu.positions import Positions, second_best, wrong_choices
 from tests.gpu.prompts import Answer, both, generate, tokens
 from tests.gpu.results import gpu_slug, write_results
 from tests.gpu.tiny_gguf import GgufReference
-from tests.gpu.tiny_glm import INDEX_TOPK, VOCAB_SIZE, Reference
+from tests.gpu.tiny_glm import INDEX_TOPK, VOCAB_SIZE
 
 # Of prompts, round by round: the first fit top-k.
 LENGTHS = [[17, 900, 2048], [2500, 3000]]
@@ -35,15 +41,14 @@ NUM_GREEDY = 48
 GREEDY_LENGTHS = [17, 900, 2040, 2500]  # the third one crosses top-k
 
 LEAST_COSINE = 0.999
-# How far the rms error of the logits, whose deviation is 1, may be above that of the same weights as safetensors.
-# With Triton's kernels, on an H200, it was by 0.0006 and 0.006 at most.
+# How far the rms error of the logits, whose deviation is 1, may be above what the same weights as safetensors and
+# rounded inputs cost. With Triton's kernels, on an H200, it was above the former by 0.0006 and 0.006 at most.
 MARGINS = {"float16": 0.002, "bfloat16": 0.01}
-# The CUDA kernels quantise activations to 8 bits. Computed on the CPU, that costs 0.03 to 0.04 up to top-k.
-QUANTISED_MARGIN = 0.04
-# An argmax is decided where the margin is that many times its rms error ...
-DECIDED = 5
-# ... and this share of all positions at least must be, or the test says nothing.
-LEAST_DECIDED = 0.2
+# Added where inputs are rounded: a tenth of what that costs in the mixed file. Of a hundred positions roundings differ
+# by as much.
+ROUNDING_MARGIN = 0.004
+# This share of all positions at least must be decided, or their argmaxes say nothing.
+LEAST_DECIDED = 0.1
 
 TYPES = {"F32": set(), "Q8_0": {Q.Q8_0}, "mixed": {Q.Q8_0, *MIXED.values()}}  # that kernels have to read
 
@@ -139,63 +144,6 @@ MTP, MTP_TWIN = (
 
 
 @dataclass
-class Positions:
-    """Logits of an engine and of the reference at the same positions, fp32 [positions, vocabulary]; means are 0."""
-
-    found: torch.Tensor
-    expected: torch.Tensor
-
-    @classmethod
-    def of(cls, found: torch.Tensor, expected: torch.Tensor) -> "Positions":
-        assert found.shape == expected.shape
-        return cls(*(x - x.mean(dim=-1, keepdim=True) for x in (found.float(), expected.float())))
-
-    @classmethod
-    def cat(cls, parts: list["Positions"]) -> "Positions":
-        return cls(torch.cat([part.found for part in parts]), torch.cat([part.expected for part in parts]))
-
-    def __getitem__(self, rows: slice) -> "Positions":
-        return Positions(self.found[rows], self.expected[rows])
-
-    def __len__(self) -> int:
-        return len(self.found)
-
-    def cosine(self) -> float:
-        found, expected = (x.double().flatten() for x in (self.found, self.expected))  # in float32 it can exceed 1
-        return torch.cosine_similarity(found, expected, dim=0).item()
-
-    def error(self) -> float:
-        """Return the rms error of a logit."""
-        return (self.found - self.expected).square().mean().sqrt().item()
-
-    def margins(self) -> tuple[torch.Tensor, float]:
-        """Return the reference's margins between its two best tokens, fp32 [positions], and their rms error."""
-        best = self.expected.topk(2).indices
-        expected, found = (-x.gather(1, best).diff(dim=1)[:, 0] for x in (self.expected, self.found))
-        return expected, (found - expected).square().mean().sqrt().item()
-
-    def decided(self) -> torch.Tensor:
-        """Return where the reference's best token is beyond doubt, bool [positions]."""
-        margins, error = self.margins()
-        return margins > DECIDED * error
-
-    def wrong(self) -> torch.Tensor:
-        """Return where the engine's best token is another one, bool [positions]."""
-        return self.expected.argmax(dim=1) != self.found.argmax(dim=1)
-
-    def argmaxes(self) -> "Argmaxes":
-        decided, wrong = self.decided(), self.wrong()
-        return Argmaxes(decided.float().mean().item(), int((wrong & decided).sum()), int(wrong.sum()))
-
-
-@dataclass
-class Argmaxes:
-    decided: float  # share of the positions
-    wrong_decided: int
-    wrong: int
-
-
-@dataclass
 class Comparison:
     """What an engine answered, up to top-k and past it, in prompts and decoded one by one."""
 
@@ -208,16 +156,23 @@ class Comparison:
         return iter(vars(self).items())
 
 
-def compare(engines: Engines, run: Run, reference: Reference) -> Comparison:
+def rounds_inputs(engines: Engines, run: Run) -> bool:
+    """Whether a run's kernels round the inputs of its quantised layers."""
+    worker = engines.result(run)["workers"][0]
+    return worker["gguf_cuda"] and worker["gguf_types"] != []
+
+
+def compare(engines: Engines, run: Run, reference: GgufReference) -> Comparison:
     """Return all that a run answered to `both` of all lengths."""
     parts: dict[str, list[Positions]] = {name: [] for name in Comparison.__dataclass_fields__}
     for served, lengths in zip(engines.result(run)["rounds"], LENGTHS, strict=False):
         for index, length in enumerate(lengths):
             prompt, decoded = (distributions(served["answers"][2 * index + i]) for i in range(2))
             assert served["answers"][2 * index + 1]["generated"] == tokens(length)[length:], "decoding was not forced"
-            expected = reference.logprobs(tokens(length))
-            of_prompt = Positions.of(prompt["prompt"], expected[: length - 1])
-            of_decoded = Positions.of(decoded["generated"], expected[length - 1 :])
+            rounded = reference.rounded(tokens(length), length) if rounds_inputs(engines, run) else None
+            found = torch.cat([prompt["prompt"], decoded["generated"]])
+            positions = Positions.of(found, reference.logprobs(tokens(length)), rounded)
+            of_prompt, of_decoded = positions[: length - 1], positions[length - 1 :]
             parts["prompt"].append(of_prompt[:INDEX_TOPK])
             parts["prompt_past_topk"].append(of_prompt[INDEX_TOPK:])
             near = max(0, INDEX_TOPK + 1 - length)  # how many of the decoded tokens see top-k others at most
@@ -230,31 +185,39 @@ def distributions(answer: Answer) -> dict[str, torch.Tensor]:
     return torch.load(answer["distributions"])
 
 
-def check(found: dict[str, Positions], limits: dict[str, Positions], run: Run, rows: list[dict[str, Any]]) -> None:
-    """Assert cosines up to top-k, errors past it, and all argmaxes that are decided.
+def check(
+    found: dict[str, Positions],
+    twins: dict[str, Positions],
+    run: Run,
+    rows: list[dict[str, Any]],
+    *,
+    same_positions: bool = True,
+) -> None:
+    """Assert errors, cosines up to top-k, and all argmaxes that are decided.
 
     Past top-k the indexer's 8-bit keys choose others than the reference does here and there, with or without GGUF. So
-    an argmax may be wrong there where that of the twin is, too.
+    the twin's error at a position counts for an argmax, where it has the `same_positions`.
     """
     report = "\n".join(map(str, rows))
-    quantised = file_of(run) != "F32" and run is not NO_CUDA
-    margin = QUANTISED_MARGIN if quantised else MARGINS[run.dtype]
     for name, positions in found.items():
-        past_topk = name.endswith("past_topk")
-        decided, wrong = positions.decided(), positions.wrong()
-        assert decided.float().mean() >= LEAST_DECIDED, f"{name}: too few argmaxes are decided\n{report}"
-        differ = decided & wrong & ~limits[name].wrong() if past_topk else decided & wrong
-        assert not differ.any(), f"{name}: {int(differ.sum())} argmaxes differ\n{report}"
-        if past_topk:
-            assert positions.error() <= limits[name].error() + margin, f"{name}\n{report}"
-        else:
-            assert positions.cosine() >= LEAST_COSINE, f"{name}\n{report}"
+        twin = twins[name]
+        beside = twin.found if same_positions else None
+        is_rounded = len(positions.rounded) > 0
+        limit = hypot(positions.rounding_error(), twin.error()) + MARGINS[run.dtype] + is_rounded * ROUNDING_MARGIN
+        assert positions.error() <= limit, f"{name}: {positions.error()} off, at most {limit}\n{report}"
+        if not name.endswith("past_topk") and not (is_rounded and file_of(run) == "mixed"):
+            assert positions.cosine() >= LEAST_COSINE, f"{name}: a cosine of {positions.cosine()}\n{report}"
+        wrong = int(positions.wrong(beside).sum())
+        assert not wrong, f"{name}: {wrong} argmaxes differ\n{report}"
+        decided = positions.decided(beside).float().mean().item()
+        assert decided >= LEAST_DECIDED, f"{name}: only {decided} of the argmaxes are decided\n{report}"
 
 
-def measurement(engines: Engines, run: Run, what: str, found: Positions, twin: Positions) -> dict[str, Any]:
+def measurement(
+    engines: Engines, run: Run, what: str, found: Positions, twin: Positions, *, same_positions: bool = True
+) -> dict[str, Any]:
     """Return a row of the results file."""
     worker = engines.result(run)["workers"][0]
-    _, margin_error = found.margins()
     row = {
         "run": run.name,
         "model": run.model,
@@ -270,8 +233,9 @@ def measurement(engines: Engines, run: Run, what: str, found: Positions, twin: P
         "cosine_min": torch.cosine_similarity(found.found, found.expected).min().item(),
         "error": found.error(),
         "safetensors_error": twin.error(),
-        "margin_error": margin_error,
-        **{f"argmax_{name}": value for name, value in asdict(found.argmaxes()).items()},
+        "rounding_error": found.rounding_error(),
+        "margin_error": found.margin_error(),
+        **found.argmaxes(twin.found if same_positions else None),
     }
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in row.items()}
 
@@ -279,10 +243,10 @@ def measurement(engines: Engines, run: Run, what: str, found: Positions, twin: P
 def check_run(engines: Engines, gguf_models, rows, run: Run, twin: Run) -> None:
     reference = gguf_models[file_of(run)].reference
     found = dict(compare(engines, run, reference).items())
-    limits = dict(compare(engines, twin, reference).items())
-    new_rows = [measurement(engines, run, name, found[name], limits[name]) for name in found]
+    twins = dict(compare(engines, twin, reference).items())
+    new_rows = [measurement(engines, run, name, found[name], twins[name]) for name in found]
     rows += new_rows
-    check(found, limits, run, new_rows)
+    check(found, twins, run, new_rows)
 
 
 def file_of(run: Run) -> str:
@@ -333,31 +297,28 @@ def test_triton_kernels_serve_without_the_cuda_kernels(engines, gguf_models, row
     check_run(engines, gguf_models, rows, run, twin)
 
 
-def greedy_answers(engines: Engines, run: Run) -> list[Answer]:
-    return engines.result(run)["rounds"][-1]["answers"]
+def check_greedy(engines: Engines, gguf_models, run: Run, measured: Run) -> None:
+    """Assert that every token of the greedy texts is the reference's choice after what precedes it, beyond doubt.
 
-
-def check_greedy(engines: Engines, gguf_models, run: Run, other: Run, exact: Run) -> None:
-    """Assert that two runs choose the same tokens until the reference hardly prefers one to the other.
-
-    `exact` is a run of the same weights whose margins' error counts.
+    `measured` is a run of the same weights, whose error counts: greedy answers have no logits.
     """
     reference = gguf_models[file_of(run)].reference
-    errors = [positions.margins()[1] for _, positions in compare(engines, exact, reference).items()]
-    agreed = differed = 0
-    answers = (greedy_answers(engines, each) for each in (run, other))
-    for length, ours, theirs in zip(GREEDY_LENGTHS, *answers, strict=True):
-        pairs = list(zip(ours["generated"], theirs["generated"], strict=True))
-        assert len(pairs) == NUM_GREEDY
-        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        agreed += same
-        if same < len(pairs):
-            differed += 1
-            sequence = tokens(length)[:length] + ours["generated"][: same + 1]
-            a, b = reference.logprobs(sequence)[-1][list(pairs[same])]
-            assert (a - b).abs() <= DECIDED * max(errors), f"{length} tokens, then {same}: {pairs[same]}"
-    print(f"{run} and {other}: {agreed} tokens agree, {differed} of {len(GREEDY_LENGTHS)} texts part")
-    assert agreed >= NUM_GREEDY, "too few tokens agree to say anything"
+    error = max(positions.margin_error() for _, positions in compare(engines, measured, reference).items())
+    answers = engines.result(run)["rounds"][-1]["answers"]
+    num_decided = 0
+    for length, answer in zip(GREEDY_LENGTHS, answers, strict=True):
+        generated = answer["generated"]
+        assert len(generated) == NUM_GREEDY
+        text = tokens(length)[:length] + generated
+        expected = reference.logprobs(text)[length - 1 :]
+        # All tokens as many at a time: with speculation, four texts have eight.
+        rounded = reference.rounded(text, len(text))[:, length - 1 :]
+        wrong = wrong_choices(expected, torch.tensor(generated), error, rounded=rounded)
+        assert not wrong.any(), f"after {length} tokens, wrong are those at {wrong.nonzero().flatten().tolist()}"
+        num_decided += int(wrong_choices(expected, second_best(expected), error, rounded=rounded).sum())
+    num_tokens = len(answers) * NUM_GREEDY
+    print(f"{run}: {num_decided} of {num_tokens} greedy tokens are decided")
+    assert num_decided >= LEAST_DECIDED * num_tokens, "too few tokens are decided to say anything"
 
 
 @pytest.mark.gpu
@@ -368,15 +329,16 @@ def test_two_gpus_compute_what_one_does(engines, gguf_models, rows, run, single,
     assert [worker["backends"] for worker in workers] == [[run.backend]] * 2
     assert all(set(worker["gguf_types"]) == TYPES["mixed"] for worker in workers)
     check_run(engines, gguf_models, rows, run, twin)
-    check_greedy(engines, gguf_models, run, single, single)
+    check_greedy(engines, gguf_models, run, single)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("run", "off"), [(MTP, HEADLINE)], ids=str)
 def test_speculation_changes_no_greedy_text(engines, gguf_models, run, off):
-    answers = greedy_answers(engines, run)
+    answers = engines.result(run)["rounds"][-1]["answers"]
     assert sum(answer["num_drafted"] for answer in answers) > 0
-    check_greedy(engines, gguf_models, run, off, off)
+    for each in (run, off):
+        check_greedy(engines, gguf_models, each, off)
 
 
 def compare_drafts(engines: Engines, run: Run, reference: GgufReference) -> dict[str, Positions]:
@@ -388,14 +350,17 @@ def compare_drafts(engines: Engines, run: Run, reference: GgufReference) -> dict
     parts: dict[str, list[Positions]] = {"drafts": [], "drafts_past_topk": []}
     for length, answer in zip(GREEDY_LENGTHS, engines.result(run)["drafts"], strict=True):
         generated, found = answer["generated"], torch.load(answer["draft_logits"])
-        expected = reference.draft_logits(tokens(length)[:length] + generated)
+        text = tokens(length)[:length] + generated
+        expected = reference.draft_logits(text)
+        rounded = reference.rounded_draft_logits(text, length) if rounds_inputs(engines, run) else None
         ready = 1
         for logits in found:
             if ready >= len(generated):
                 break  # steps after the last token
             row = length + ready - 2  # the last token with its successor known
             part = parts["drafts" if row < INDEX_TOPK else "drafts_past_topk"]
-            part.append(Positions.of(logits[None], expected[row : row + 1]))
+            beside = None if rounded is None else rounded[:, row : row + 1]
+            part.append(Positions.of(logits[None], expected[row : row + 1], beside))
             ready += 1 + int(logits.argmax() == generated[ready])
         assert ready >= len(generated), f"{len(found)} steps for {len(generated)} tokens"
     return {name: Positions.cat(each) for name, each in parts.items()}
@@ -405,10 +370,10 @@ def compare_drafts(engines: Engines, run: Run, reference: GgufReference) -> dict
 @pytest.mark.parametrize(("run", "twin"), [(MTP, MTP_TWIN)], ids=str)
 def test_drafts_are_those_of_the_dequantised_weights(engines, gguf_models, rows, run, twin):
     reference = gguf_models[file_of(run)].reference
-    found, limits = (compare_drafts(engines, each, reference) for each in (run, twin))
-    new_rows = [measurement(engines, run, name, found[name], limits[name]) for name in found]
+    found, twins = (compare_drafts(engines, each, reference) for each in (run, twin))
+    new_rows = [measurement(engines, run, name, found[name], twins[name], same_positions=False) for name in found]
     rows += new_rows
-    check(found, limits, run, new_rows)
+    check(found, twins, run, new_rows, same_positions=False)  # their texts differ
 
 
 def test_every_pair_is_run():
