@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm
+from vllm.sm120.doctor import spare
 from vllm.sm120.doctor.facts import GIB, Gpu
 
 # The wheel's CUDA, for a torch that was built without.
@@ -48,9 +49,10 @@ def pretend(gpu: Gpu) -> None:
     Called again, it changes the GPU. vLLM's own caches still know the one before.
     """
     global _gpu
-    if _gpu is None:
-        _install()
+    is_first = _gpu is None
     _gpu = gpu
+    if is_first:
+        _install()
 
 
 def _install() -> None:
@@ -76,6 +78,7 @@ def _install() -> None:
     from vllm import platforms
 
     platforms._current_platform = _platform()
+    spare.install()
 
 
 def _stub_extensions(package: Path) -> None:
