@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.sm120.selftest.model import NUM_LAYERS, make_config
 
 from tests.gguf import tiny
-from tests.gpu import tiny_gguf, tiny_glm, tiny_glm5next
+from tests.gpu import tiny_gguf, tiny_glm5next
 from tests.gpu.engine import Run
 from tests.gpu.nvcc import change_nvcc
 
@@ -54,10 +55,9 @@ ENGINES = {
 
 def make_models(folder: Path) -> dict[str, Path]:
     """Write what the doctor reads of the models, by the names that runs give them."""
-    from transformers import Glm5NextTextConfig, GlmMoeDsaConfig
+    from transformers import Glm5NextTextConfig
 
-    layers = {"num_hidden_layers": tiny_glm.NUM_LAYERS, "num_nextn_predict_layers": 1}
-    GlmMoeDsaConfig(**layers, **tiny_glm._CONFIG).save_pretrained(folder / "tiny-glm")
+    make_config(NUM_LAYERS, num_mtp_layers=1).save_pretrained(folder / "tiny-glm")
     Glm5NextTextConfig(**tiny_glm5next._CONFIG).save_pretrained(folder / "tiny-glm5next")
     models = {name: folder / name for name in ("tiny-glm", "tiny-glm5next")}
     for name, fields in tiny_gguf.MODELS.items():

@@ -20,10 +20,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--engines", type=int, help="how many engines run at a time (default: cores / 2, at most 8 a GPU)")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "two_gpus: needs two CUDA GPUs")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

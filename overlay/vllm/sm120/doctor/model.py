@@ -103,27 +103,34 @@ def configure(
     # Its size is looked up in a module that needs the compiled operators.
     options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     without_tokenizer = options | {"skip_tokenizer_init": True}
-    if "tokenizer" in options:
-        if is_checkpoint(arguments):  # of a GGUF file the config may be beside it
-            del without_tokenizer["tokenizer"]
-        return _create_config(path, without_tokenizer), None
+    if tokenizer := without_tokenizer.pop("tokenizer", None):
+        # Nothing rests on it, but of a GGUF file the config may be beside it.
+        with_tokenizer = without_tokenizer | {"tokenizer": tokenizer}
+        if not is_checkpoint(arguments) and _is_here(tokenizer):
+            return _create_config(path, with_tokenizer), None
+        try:
+            return _create_config(path, without_tokenizer), None
+        except RefusedError as error:
+            if not _misses_config(arguments, error):
+                raise
+            return _create_config(path, with_tokenizer), None
     try:
         return _create_config(path, options), None
     except RefusedError as error:
         try:
             return _create_config(path, without_tokenizer), str(error)
         except RefusedError:
-            raise _without_config(arguments, error) from None
+            if not _misses_config(arguments, error):
+                raise error from None
+            raise RefusedError(
+                f"{error} cure: --hf-config-path or --tokenizer with the original "
+                "model, whose config.json is then read"
+            ) from None
 
 
-def _without_config(arguments: argparse.Namespace, error: RefusedError) -> RefusedError:
-    """Add the cure where transformers misses the config of a GGUF file."""
-    if is_checkpoint(arguments) or "Unrecognized model in" not in str(error):
-        return error
-    return RefusedError(
-        f"{error} cure: --hf-config-path or --tokenizer with the original model, "
-        "whose config.json is then read"
-    )
+def _misses_config(arguments: argparse.Namespace, error: RefusedError) -> bool:
+    """Tell whether transformers found no config of a GGUF file."""
+    return not is_checkpoint(arguments) and "Unrecognized model in" in str(error)
 
 
 def _create_config(path: str, options: dict[str, Any]) -> "VllmConfig":

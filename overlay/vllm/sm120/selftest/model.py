@@ -65,15 +65,22 @@ def tokens(length: int) -> list[int]:
     return [draw.randrange(VOCAB_SIZE) for _ in range(length + NUM_FORCED)]
 
 
-def build(num_layers: int, num_mtp_layers: int = 0, **changes: Any) -> Any:
-    """Return the model in float32, not drawn yet; `changes` are of the config."""
-    from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
+def make_config(num_layers: int, num_mtp_layers: int = 0, **changes: Any) -> Any:
+    """Return the model's config; `changes` are of it."""
+    from transformers import GlmMoeDsaConfig
 
     layers = {
         "num_hidden_layers": num_layers,
         "num_nextn_predict_layers": num_mtp_layers,
     }
-    config = GlmMoeDsaConfig(**_CONFIG | changes | layers)
+    return GlmMoeDsaConfig(**_CONFIG | changes | layers)
+
+
+def build(num_layers: int, num_mtp_layers: int = 0, **changes: Any) -> Any:
+    """Return the model in float32, not drawn yet; arguments as of `make_config`."""
+    from transformers import GlmMoeDsaForCausalLM
+
+    config = make_config(num_layers, num_mtp_layers, **changes)
     config._attn_implementation = "eager"
     return GlmMoeDsaForCausalLM(config).float().eval()
 

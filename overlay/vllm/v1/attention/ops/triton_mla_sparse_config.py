@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from vllm.triton_utils import triton
+from vllm.utils.math_utils import cdiv
 
 MAX_SPLITS = 32
 # A prefill launch of fewer tokens is served like a decode: its grid is small.
@@ -133,9 +134,7 @@ def get_reachable_configs(
 def get_num_programs(num_tokens: int, num_heads: int, config: SparseMLAConfig) -> int:
     """Return the programs of an unsplit launch: token groups times head blocks."""
     heads_per_block = config.block_h // config.group
-    return triton.cdiv(num_tokens, config.group) * triton.cdiv(
-        num_heads, heads_per_block
-    )
+    return cdiv(num_tokens, config.group) * cdiv(num_heads, heads_per_block)
 
 
 @functools.cache
@@ -153,11 +152,11 @@ def get_num_splits(
     """
     programs = get_num_programs(num_tokens, num_heads, config)
     slots = config.programs_per_sm * num_sms
-    num_tiles = triton.cdiv(num_topk * config.group, config.block_n)
+    num_tiles = cdiv(num_topk * config.group, config.block_n)
 
     def cost(num_splits: int) -> int:
-        waves = triton.cdiv(programs * num_splits, slots)
-        return waves * (triton.cdiv(num_tiles, num_splits) + _PROGRAM_OVERHEAD)
+        waves = cdiv(programs * num_splits, slots)
+        return waves * (cdiv(num_tiles, num_splits) + _PROGRAM_OVERHEAD)
 
     most = min(MAX_SPLITS, num_tiles, _MAX_WAVES * slots // max(programs, 1))
     return min(range(1, max(most, 1) + 1), key=cost)
@@ -167,7 +166,7 @@ def get_union_specs(
     num_tokens: int, num_topk: int
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return shapes and dtypes of the unions' scratch: hash tables, lists, counts."""
-    num_pairs = triton.cdiv(min(num_tokens, MAX_UNION_TOKENS), 2)
+    num_pairs = cdiv(min(num_tokens, MAX_UNION_TOKENS), 2)
     return [
         ((num_pairs, 4 * triton.next_power_of_2(num_topk)), torch.int16),
         ((num_pairs, 2 * num_topk), torch.int32),
