@@ -207,9 +207,14 @@ class _Check:
 
 
 def _packages() -> dict[str, int]:
-    """The installed packages with their versions, and when each was installed."""
-    folders = [path for entry in sys.path for path in Path(entry).glob("*.dist-info")]
-    return {path.name: path.stat().st_mtime_ns for path in sorted(folders)}
+    """The installed packages with their versions, and when each was installed.
+
+    Not those within a package, which gets them onto the path when it is imported, as setuptools does.
+    """
+    found = {Path(entry): list(Path(entry).glob("*.dist-info")) for entry in sys.path}
+    folders = {folder for folder, infos in found.items() if infos}
+    infos = [path for folder in folders if folders.isdisjoint(folder.parents) for path in found[folder]]
+    return {path.name: path.stat().st_mtime_ns for path in sorted(infos)}
 
 
 def _compile(path: str, data: bytes) -> str:

@@ -260,6 +260,16 @@ def test_another_package_has_the_tests_run_again(checkout: Checkout, tmp_path: P
     assert remembered(checkout) == [False, False, False, False]
 
 
+def test_what_a_package_has_on_the_path_is_none(
+    checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify(checkout)
+    vendor = tmp_path / "site" / "setuptools_like" / "_vendor"
+    (vendor / "wheel_like-1.0.dist-info").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(vendor))
+    assert remembered(checkout) == [True, True, True, True]
+
+
 def test_installation_meanwhile_spoils_no_result(checkout: Checkout, tmp_path: Path) -> None:
     """Such as a wheel that is installed anew beside a run: modules are missing for a while."""
     text = f"import pathlib\n\npathlib.Path({str(tmp_path / 'site' / 'vllm-0.33.0.dist-info' / 'NEW')!r}).touch()\n"
