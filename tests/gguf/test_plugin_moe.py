@@ -170,16 +170,3 @@ def test_experts_on_several_gpus_are_refused(parallel, option):
     assert GGUFMoEMethod(None, SimpleNamespace(moe_parallel_config=replace(config, tp_size=2))).moe_quant_config is None
     with pytest.raises(ValueError, match=f"{option}.*Leave {option} out"):
         GGUFMoEMethod(None, SimpleNamespace(moe_parallel_config=replace(config, **parallel)))
-
-
-def test_an_experts_row_is_not_cut_in_a_block():
-    from vllm_gguf_plugin.quantization.params import _gguf_moe_weight_loader
-
-    layer = SimpleNamespace(
-        layer_name="model.layers.3.mlp.experts",
-        w2_qweight_type=SimpleNamespace(weight_type=Q.IQ3_XXS),
-        moe_config=SimpleNamespace(moe_parallel_config=SimpleNamespace(tp_size=16)),
-    )
-    weight = torch.zeros(6144, 2048 // 256 * 98, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"layers.3.mlp.experts: rows of 2048 values in IQ3_XXS .* 16 GPUs.*divides 8"):
-        _gguf_moe_weight_loader(layer, None, None, weight, "w2_qweight", "w2", 0)

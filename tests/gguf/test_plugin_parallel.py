@@ -1,5 +1,7 @@
 """Weights divided among GPUs: vLLM's own linear layers with the plugin's parameters, one rank at a time."""
 
+from types import SimpleNamespace
+
 import gguf
 import pytest
 import torch
@@ -132,3 +134,16 @@ def test_a_float_weight_has_no_blocks(rank):
     weight = torch.randn(8, HIDDEN)
     load(layer, weight, Q.F32)
     assert torch.equal(finish(layer), weight.chunk(4, dim=1)[3])
+
+
+def test_an_experts_row_is_not_cut_in_a_block():
+    from vllm_gguf_plugin.quantization.params import _gguf_moe_weight_loader
+
+    layer = SimpleNamespace(
+        layer_name="model.layers.3.mlp.experts",
+        w2_qweight_type=SimpleNamespace(weight_type=Q.IQ3_XXS),
+        moe_config=SimpleNamespace(moe_parallel_config=SimpleNamespace(tp_size=16)),
+    )
+    weight = torch.zeros(6144, 2048 // 256 * 98, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"layers.3.mlp.experts: rows of 2048 values in IQ3_XXS .* 16 GPUs.*divides 8"):
+        _gguf_moe_weight_loader(layer, None, None, weight, "w2_qweight", "w2", 0)
