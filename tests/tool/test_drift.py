@@ -111,6 +111,7 @@ PLANTED: Mapping[str, tuple[Callable[[], Files], dict[str, str], list[str]]] = {
 }
 
 
+@pytest.mark.slow
 def test_planted_changes(checkout: Checkout) -> None:
     """Every planted change, each in a release of its own; what is clean and what is not is also the exit code."""
     tags = {planted: f"v0.34.{number}" for number, planted in enumerate(PLANTED)}
@@ -140,6 +141,7 @@ def test_planted_changes(checkout: Checkout) -> None:
     assert " ".join(found) == rest
 
 
+@pytest.mark.slow
 def test_what_a_failing_patch_would_bring_is_its_own_verdict(checkout: Checkout) -> None:
     """B2 is the patch's: where it conflicts, its verdict says so, and not the overlay as well."""
     write_files(checkout.root / "overlay", {"vllm/ours/user.py": "from vllm.config import B2, D\n"})
@@ -151,6 +153,7 @@ def test_what_a_failing_patch_would_bring_is_its_own_verdict(checkout: Checkout)
     assert found["v0.35.0"]["overlay"] == [f"{USE}:1: vllm.config has no D"]
 
 
+@pytest.mark.slow
 def test_patch_that_merges_but_not_as_the_same_change(checkout: Checkout) -> None:
     """Upstream has made a part of it: git merges the rest without a word, a rebase stops, and so it is not clean."""
     for path in checkout.patches.glob("*.patch"):
@@ -167,6 +170,7 @@ def test_patch_that_merges_but_not_as_the_same_change(checkout: Checkout) -> Non
     assert found["v0.34.0"]["clean"] is False
 
 
+@pytest.mark.slow
 def test_table_markdown_and_news(checkout: Checkout) -> None:
     release(checkout, "0.32.0", UPSTREAM)
     release(checkout, "0.34.0", PLANTED["a file that moved"][0]())
@@ -186,6 +190,7 @@ def test_table_markdown_and_news(checkout: Checkout) -> None:
     assert "Upstream has a newer release, v0.34.0; v0.33.0 is pinned." in outcome.err
 
 
+@pytest.mark.slow
 def test_no_cell_is_cut_off_on_a_pipe(checkout: Checkout) -> None:
     versions = [f"0.31.{number}" for number in range(9)]
     for version in versions:
