@@ -28,12 +28,12 @@ RUNS = [
     parallel_run("DCP 2, fp8_ds_mla", "bfloat16", DCP, kv="fp8_ds_mla", environment=TRITON_INDEXER),
 ]
 # Trace replay forces what is answered, not what the first rank of a pipeline is fed. So these tokens are greedy.
-PP_RUN = parallel_run(
-    "PP 2",
-    "float16",
-    PP,
-    [[ask for length in lengths for ask in (prefill(length), generate(length, NUM_FORCED))] for lengths in LENGTHS],
-)
+GREEDY = [[ask for length in lengths for ask in (prefill(length), generate(length, NUM_FORCED))] for lengths in LENGTHS]
+PP_RUNS = [
+    parallel_run("PP 2", "float16", PP, GREEDY),
+    # What pp-stream.patch is for.
+    parallel_run("PP 2, no PyNCCL", "float16", PP, GREEDY, environment={"VLLM_DISABLE_PYNCCL": "1"}),
+]
 
 
 @pytest.mark.parametrize(("run", "native"), [(run, NATIVE[run.dtype]) for run in RUNS], ids=str)
@@ -50,7 +50,7 @@ def test_as_accurate_as_one_gpu(engines, reference, run, native):
     check(found, limits)
 
 
-@pytest.mark.parametrize(("run", "native"), [(PP_RUN, NATIVE["float16"])], ids=str)
+@pytest.mark.parametrize(("run", "native"), [(run, NATIVE["float16"]) for run in PP_RUNS], ids=str)
 def test_pipeline_is_as_accurate_as_one_gpu(engines, reference, run, native):
     result = engines.result(run)
     assert [worker["backends"] for worker in result["workers"]] == [["TRITON_MLA_SPARSE"]] * 2
