@@ -11,8 +11,9 @@ engine calls it. Meanwhile the anonymous memory of that process is sampled: the 
 
 `dtypes` times an engine in each dtype, with CUDA graphs, and adds how far off the tests' models were, where the results
 of tests/gpu/test_gguf_engine.py are in the same folder. The engines start side by side, on one GPU if there is but one,
-and are timed in turns. All that they print is shown at once, and what they have measured is kept in a `.partial.json`
-until both have ended.
+and are timed in turns, one measurement after the other. With each goes the share of the time in which the GPU works
+(`..._gpu_share`, by a profiled round): where it is low, the host is timed. All that the engines print is shown at once,
+and what they have measured is kept in a `.partial.json` until both have ended.
 """
 
 import argparse
@@ -59,11 +60,8 @@ CONFIG = tiny.CONFIG | {
     "q_lora_rank": 2048,
 }
 
-PROMPT = 4096
-PREFILL_REQUESTS = 2  # as many tokens as one step takes
-DECODE_REQUESTS = [1, 32]
-DECODE_PROMPT = 16
-NUM_TOKENS = 64
+# By name: requests, tokens of a prompt, tokens generated. The prefill is as many tokens as one step takes.
+MEASUREMENTS = {"prefill": (2, 4096, 1), "decode_1": (1, 16, 64), "decode_32": (32, 16, 64)}
 ROUNDS = 5  # at most, of each measurement ...
 ROUND_SECONDS = 8  # ... of which none starts later than that
 ENGINE = {
@@ -263,19 +261,19 @@ def used_memory(worker) -> dict[str, float]:
 
 
 def run_engine(path: Path, dtype: str) -> None:
-    """In a process of its own: start an engine, wait for a line of input, and print what is measured step by step."""
+    """In a process of its own: start an engine, and print what is measured, a measurement for each line of input."""
 
     def report(**fields: Any) -> None:
         print(json.dumps({"dtype": dtype, **fields}), flush=True)
 
     from vllm import LLM
 
+    from benchmarks import profile
     from tests.gpu.run_engine import describe, serve
 
     llm = LLM(str(path), dtype=dtype, **ENGINE)
     worker = llm.collective_rpc(describe)[0]
     report(backend=worker["backends"][0], graphs=worker["graphs"], cuda_kernels=worker["gguf_cuda"])
-    sys.stdin.readline()
 
     def seconds(count: int, length: int, num_tokens: int) -> float:
         rng = random.Random(length)
@@ -288,16 +286,27 @@ def run_engine(path: Path, dtype: str) -> None:
         """Report tokens per second: of prompts, or, if more than one is generated, of those after the first."""
         print(f"{dtype}: {name}: {seconds(count, length, num_tokens):.1f} s the first time", flush=True)
         times: list[float] = []
+        whole: list[float] = []
         end = time.perf_counter() + ROUND_SECONDS
         while not times or (len(times) < ROUNDS and time.perf_counter() < end):
-            first = seconds(count, length, 1)
-            times.append(first if num_tokens == 1 else seconds(count, length, num_tokens) - first)
+            first = 0.0 if num_tokens == 1 else seconds(count, length, 1)
+            whole.append(seconds(count, length, num_tokens))
+            times.append(whole[-1] - first)
+        llm.collective_rpc(profile.start)
+        seconds(count, length, num_tokens)
+        gpu_share = llm.collective_rpc(profile.stop)[0] / median(whole)
         tokens = count * (length if num_tokens == 1 else num_tokens - 1)
-        report(**{f"{name}_tokens_per_s": round(tokens / median(times), 1), f"{name}_rounds": len(times)})
+        report(
+            **{
+                f"{name}_tokens_per_s": round(tokens / median(times), 1),
+                f"{name}_rounds": len(times),
+                f"{name}_gpu_share": round(gpu_share, 3),
+            }
+        )
 
-    measure("prefill", PREFILL_REQUESTS, PROMPT, 1)
-    for count in DECODE_REQUESTS:
-        measure(f"decode_{count}", count, DECODE_PROMPT, NUM_TOKENS)
+    for name, sizes in MEASUREMENTS.items():
+        sys.stdin.readline()
+        measure(name, *sizes)
     report(**llm.collective_rpc(used_memory)[0])
 
 
@@ -382,8 +391,12 @@ def measure_dtypes(path: Path, results: Path | None, keep: Callable[[list[dict[s
             children.append(Child(dtype, command, environment))
         for child in children:  # until all have started
             child.wait()
-        for child in children:
-            child.go()
+        for _ in MEASUREMENTS:
+            for child in children:
+                child.go()
+                child.wait()
+                keep([each.row | accuracy(results, each.name) for each in children])
+        for child in children:  # what it reports at the end
             while child.wait():
                 keep([each.row | accuracy(results, each.name) for each in children])
     finally:

@@ -64,7 +64,6 @@ def engine(tmp_path, monkeypatch):
                 dtype=$6
                 echo "$dtype starts" >&2
                 echo "{\\"dtype\\": \\"$dtype\\", \\"backend\\": \\"B\\"}"
-                read line
                 """
             )
             + measure
@@ -76,27 +75,24 @@ def engine(tmp_path, monkeypatch):
 
 
 def test_engines_are_timed_in_turns(engine, tmp_path, capfd):
-    from benchmarks.gguf import measure_dtypes
+    from benchmarks.gguf import MEASUREMENTS, measure_dtypes
 
     engine(f"""
-        echo "$dtype begins" >> {tmp_path}/order
-        for step in prefill decode_1; do echo "{{\\"dtype\\": \\"$dtype\\", \\"$step\\": 1}}"; done
-        echo "$dtype ends" >> {tmp_path}/order
+        for step in {" ".join(MEASUREMENTS)}; do
+            read line
+            echo "$dtype $step" >> {tmp_path}/order
+            echo "{{\\"dtype\\": \\"$dtype\\", \\"$step\\": 1}}"
+        done
+        echo "{{\\"dtype\\": \\"$dtype\\", \\"memory\\": 2}}"
     """)
     kept = []
     measure_dtypes(tmp_path, None, kept.append)
-    order = ["float16 begins", "float16 ends", "bfloat16 begins", "bfloat16 ends"]
+    order = [f"{dtype} {step}" for step in MEASUREMENTS for dtype in ("float16", "bfloat16")]
     assert (tmp_path / "order").read_text().splitlines() == order
-    assert [len(rows) for rows in kept] == [2] * 4
+    assert [len(rows) for rows in kept] == [2] * (len(order) + 2)
     for row, dtype in zip(kept[-1], ("float16", "bfloat16"), strict=True):
-        assert row == {
-            "dtype": dtype,
-            "backend": "B",
-            "prefill": 1,
-            "decode_1": 1,
-            "error": None,
-            "error_past_topk": None,
-        }
+        steps = dict.fromkeys(MEASUREMENTS, 1)
+        assert row == {"dtype": dtype, "backend": "B", **steps, "memory": 2, "error": None, "error_past_topk": None}
     assert "[bfloat16] bfloat16 starts" in capfd.readouterr().out
 
 
@@ -104,7 +100,9 @@ def test_what_was_measured_is_kept_where_an_engine_fails(engine, tmp_path, capfd
     from benchmarks.gguf import measure_dtypes
 
     engine("""
+        read line
         echo "{\\"dtype\\": \\"$dtype\\", \\"prefill\\": 1}"
+        read line
         echo out of memory >&2
         exit 7
     """)
