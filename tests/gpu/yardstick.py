@@ -5,6 +5,7 @@ read from the H200's results elsewhere.
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def about(engines: Engines, run: Run) -> dict:
         "dtype": run.dtype,
         "kv": run.kv,
         "backend": worker["backends"][0],
-        "indexer": engines.outcome(run).indexer,
+        "indexer": re.sub(r"/\S*/", "", engines.outcome(run).indexer),  # without the folders of this machine
         "capability": worker["capability"],
         "graphs": worker["graphs"],
     }
