@@ -73,6 +73,8 @@ _INTEGERS = {
 _SCORING = {1: "softmax", 2: "sigmoid"}  # llama.cpp's expert_gating_func
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _REQUIRED = object()
+# llama.cpp's LLAMA_MAX_LAYERS. Lists of a layer's properties are made from the number.
+_MAX_BLOCKS = 512
 
 
 @dataclass
@@ -91,9 +93,14 @@ class _Fields:
         )
 
     def number(
-        self, key: str, kind: type, default: Any = _REQUIRED, least: float = 1
+        self,
+        key: str,
+        kind: type,
+        default: Any = _REQUIRED,
+        least: float = 1,
+        most: float = (1 << 31) - 1,
     ) -> Any:
-        """Return the value of `<arch>.<key>`, a finite number not below `least`."""
+        """Return the value of `<arch>.<key>`, a number from `least` to `most`."""
         key = f"{self.arch}.{key}"
         value = self.model.metadata.get(key)
         if value is None:
@@ -104,8 +111,7 @@ class _Fields:
         if (
             isinstance(value, bool)
             or not isinstance(value, types)
-            or not math.isfinite(value)
-            or not least <= value < 1 << 31
+            or not least <= value <= most  # nor NaN
         ):
             self.fail(f"the metadata key {key} is {show(value)}")
         # A float is a float32 in the file: 1e-05 there is 9.999999747378752e-06 here.
@@ -142,7 +148,7 @@ def _read(model: GGUFModel) -> _Fields:
         fields.read(name, key, int)
     values["num_key_value_heads"] = values["num_attention_heads"]
 
-    blocks = fields.number("block_count", int)
+    blocks = fields.number("block_count", int, most=_MAX_BLOCKS)
     mtp = fields.number("nextn_predict_layers", int, default=0, least=0)
     if mtp >= blocks:
         fields.fail(f"of {blocks} blocks {mtp} are for multi-token prediction")

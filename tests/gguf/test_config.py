@@ -203,6 +203,8 @@ def test_which_layers_have_an_indexer(glm, context, types, pattern):
         ({"attention__key_length_mla": 64}, "heads of 64 have no part without RoPE"),
         ({"attention__key_length_mla": None}, "key glm-dsa.attention.key_length_mla is missing"),
         ({"nextn_predict_layers": 79}, "of 79 blocks 79 are for multi-token prediction"),
+        # A list of each layer's properties would take gigabytes.
+        ({"block_count": 2**31 - 1}, "block_count is '2147483647'"),
         ({"expert_used_count": 257}, "numbers of experts and of groups contradict"),
         ({"expert_group_count": 7}, "numbers of experts and of groups contradict"),
         ({"expert_gating_func": 5}, "gating function 5 of the experts is unknown"),

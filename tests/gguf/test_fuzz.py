@@ -223,11 +223,11 @@ def test_any_value_in_a_config_json(changes):
 
 
 # Of keys without a meaning: hypothesis also draws strings from the sources, and few values are an alignment.
-NAMES = st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=20).filter("general.alignment".__ne__)
+PLAIN_NAMES = st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=20).filter("general.alignment".__ne__)
 
 
 @settings(max_examples=CASES // 10, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.dictionaries(NAMES, VALUES, max_size=6))
+@given(st.dictionaries(PLAIN_NAMES, VALUES, max_size=6))
 def test_valid_metadata_comes_back(tmp_path, metadata):
     """What gguf-py writes is read as it is."""
     types = {bool: header.BOOL, int: header.I64, float: header.F32, str: header.STRING}
