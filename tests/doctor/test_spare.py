@@ -7,13 +7,27 @@ import sys
 import pytest
 from vllm.sm120.doctor import spare
 
-SPARED = ("openai", "fastapi", "xgrammar", "torchvision", "opentelemetry.sdk")
+SPARED = ("openai", "fastapi", "xgrammar", "torchvision", "opentelemetry.sdk", "aiohttp", "torch._dynamo.utils")
 CONFIGURE = f"""
 import sys
 from vllm.sm120.doctor import facts, host
 host.pretend(facts.Gpu("any", (12, 0), None, "a test"))
 import vllm.engine.arg_utils
+import vllm.models.deepseek_v32.nvidia.model
 print([name for name in {SPARED} if name in sys.modules])
+"""
+SOURCES = """
+import inspect
+from vllm.sm120.doctor import facts, host
+host.pretend(facts.Gpu("any", (12, 0), None, "a test"))
+from triton.runtime.jit import JITFunction
+from vllm.v1.attention.ops import triton_mla_sparse, triton_mqa_logits
+kernels = {each for module in (triton_mla_sparse, triton_mqa_logits) for each in vars(module).values()
+           if isinstance(each, JITFunction)}
+assert len(kernels) > 5
+for kernel in kernels:
+    source = inspect.getsource(kernel.fn)
+    assert kernel.src.strip() == source[source.index("def "):].strip(), kernel
 """
 
 
@@ -38,11 +52,16 @@ def test_the_configuration_comes_without_them():
     assert child.stdout.splitlines()[-1] == "[]"
 
 
+def test_triton_has_the_sources_of_its_kernels():
+    subprocess.run([sys.executable, "-c", SOURCES], check=True)
+
+
 def test_a_stand_in_becomes_the_module_when_it_is_called(finder):
     from spared_things.heavy.inner import double
 
     assert isinstance(double, type)
     assert double | None
+    assert double[int] | None
     assert double(21) == 42
     from spared_things.heavy.inner import double as real
 

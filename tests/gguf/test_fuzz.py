@@ -223,7 +223,9 @@ def test_any_value_in_a_config_json(changes):
 
 
 # Of keys without a meaning: hypothesis also draws strings from the sources, and few values are an alignment.
-PLAIN_NAMES = st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=20).filter("general.alignment".__ne__)
+PLAIN_NAMES = st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=20).filter(
+    "general.alignment".__ne__
+)
 
 
 @settings(max_examples=CASES // 10, deadline=None, suppress_health_check=list(HealthCheck))

@@ -11,6 +11,7 @@ import importlib.abc
 import importlib.metadata
 import importlib.util
 import inspect
+import itertools
 import linecache
 import re
 import sys
@@ -32,6 +33,18 @@ _DEFERRED = (
     "transformers.models.auto.image_processing_auto",
     "vllm.transformers_utils.processor",
     "vllm.assets.base",
+    "vllm.multimodal.media.connector",
+    # The tokenizers that transformers makes of GGUF files.
+    "transformers.modeling_gguf_pytorch_utils",
+)
+# What compiles models, and what generates text with those of transformers: nothing of
+# it runs here. Three seconds.
+_ABSENT = (
+    "torch._dynamo",
+    "torch._inductor.standalone_compile",
+    "torch._inductor.utils",
+    "vllm.compilation.passes",
+    "transformers.generation.utils",
 )
 
 
@@ -41,6 +54,9 @@ def install() -> None:
     sys.modules.setdefault("opentelemetry", None)
     importlib.metadata.packages_distributions = _packages_distributions
     _find_sources_directly()
+    for name in _ABSENT:
+        sys.meta_path.insert(0, _Finder([name]))
+    _compile_nothing()
     finder = _Finder(_DEFERRED)
     sys.meta_path.insert(0, finder)
     for name in _CONFIGURATION:
@@ -102,8 +118,9 @@ class _StandIn(types.ModuleType):
                 *args, **kwargs
             )
 
-        # A class and no function: annotations say `Name | None`.
-        return type(name, (), {"__new__": call})
+        # A class and no function: annotations say `Name | None` and `Name[int]`.
+        item = classmethod(lambda cls, item: cls)
+        return type(name, (), {"__new__": call, "__class_getitem__": item})
 
 
 def _packages_distributions() -> Mapping[str, list[str]]:
@@ -137,7 +154,13 @@ def _find_sources_directly() -> None:
         lines = linecache.getlines(function.__code__.co_filename)[start - 1 :]
         if not lines:
             return inspect.getsourcelines(function)
-        return inspect.getblock(lines), start
+        if lines[0][0].isspace():
+            return inspect.getblock(lines), start
+        # All to the next statement outside. inspect tokenises the text to know where
+        # that is, and here nobody reads it.
+        body = next(i for i, line in enumerate(lines) if line.startswith("def ")) + 1
+        inside = itertools.takewhile(re.compile(r"[\s)]").match, lines[body:])
+        return [*lines[:body], *inside], start
 
     def module_of(frame: types.FrameType) -> types.ModuleType | None:
         return sys.modules.get(frame.f_globals["__name__"])
@@ -148,6 +171,22 @@ def _find_sources_directly() -> None:
     torch.library.inspect = _Changed(inspect, getmodule=module_of)
     # A place for error messages.
     torch._library.utils.get_source = lambda stacklevel: ""
+
+
+def _compile_nothing() -> None:
+    """Let torch leave functions as they are; to mark them imports its compilers."""
+    import torch
+
+    def as_it_is(function: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return (lambda each: each) if function is None else function
+
+    torch.compile = as_it_is
+    with suppress(ImportError):
+        dynamo = importlib.import_module("torch._dynamo")
+        for name in ("allow_in_graph", "assume_constant_result", "disable"):
+            setattr(dynamo, name, as_it_is)
+    # The Triton kernels within an operator, which Inductor would see into.
+    torch._library.triton.get_inner_triton_kernels = lambda function: []
 
 
 class _Changed(types.ModuleType):
