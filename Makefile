@@ -8,7 +8,7 @@ override TEST := $(value TEST)
 override ARGS := $(value ARGS)
 export ARGS PROJECT PLATFORM SOURCE REPOSITORY FORCE VERBATIM JSON PATCH CMD CONTINUE ABORT REV TEST TAG YES SKIP KEEP TAGS MARKDOWN
 
-.PHONY: help wheel fetch tree status check export edit rebase drift verify bisect show-change verify-wheel install doctor bump test bench clean
+.PHONY: help wheel fetch tree status lint check export edit rebase drift verify bisect show-change verify-wheel install doctor bump test bench clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -21,8 +21,11 @@ wheel: $(VENV)/.tool ## build both wheels into dist/ (PLATFORM=x86_64|aarch64, S
 verify-wheel: $(VENV)/.tests ## check the finished wheels (PLATFORM=)
 	@$(TOOL) verify-wheel
 
-test: check wheel verify-wheel install ## everything: checks, tools, kernels, selection, wheels, install
+test: lint wheel verify-wheel install ## everything: checks, tools, kernels, selection, wheels, install
 	@$(VENV)/bin/python -m pytest -n 2 --dist loadfile
+
+lint: $(VENV)/.tests ## check without its tests, which are among all tests
+	@$(TOOL) check --no-tests
 
 check: $(VENV)/.tests ## lint series, headers, overlay and code; fast tests
 	@$(TOOL) check

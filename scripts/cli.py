@@ -114,11 +114,12 @@ def status(
 @app.command()
 def check(
     code: Annotated[bool, typer.Option(help="Also ruff, mypy and the fast tests.")] = True,
+    tests: Annotated[bool, typer.Option(help="Of these the fast tests as well.")] = True,
 ) -> None:
     """Lint pins, series, headers and overlay; then ruff, mypy and the fast tests."""
     from scripts import lint
 
-    lint.check(_layout, _load(), code=code)
+    lint.check(_layout, _load(), code=code, tests=tests)
 
 
 @app.command()
