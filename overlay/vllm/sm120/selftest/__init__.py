@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""`vllm doctor --selftest`: is this GPU served right, and how fast, in about a minute.
+"""`vllm doctor --selftest`: is this GPU served right, and how fast, in a few minutes.
 
 The stages are processes of their own, so that a crash or a hang of one is a result,
 too: `kernels` checks every kernel configuration that this GPU uses against float64,
