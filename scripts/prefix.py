@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -178,12 +179,16 @@ class Checkout:
                 path.chmod(0o755)
 
     def run(self, command: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run a command here, where an import finds the prefix first; its stdout and stderr come as one text."""
-        path = os.pathsep.join(filter(None, (str(self.folder), os.environ.get("PYTHONPATH"))))
+        """Run a command here; its stdout and stderr come as one text.
+
+        An import finds the prefix first, and `python` is that of the environment in which the wheels are installed.
+        """
+        first = {"PYTHONPATH": str(self.folder), "PATH": str(Path(sys.executable).parent)}
+        paths = {name: os.pathsep.join(filter(None, (path, os.environ.get(name)))) for name, path in first.items()}
         return subprocess.run(
             command,
             cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": path, **environment},
+            env={**os.environ, **paths, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -85,6 +85,12 @@ def test_few_runs_and_each_is_told(checkout: Checkout) -> None:
     assert told == [f"{HOOK}: fails (1)", "upstream: passes", f"{START}: passes", f"{CONFIG}: fails (1)"]
 
 
+def test_python_is_that_of_the_environment_of_the_tool(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    outcome = bisect(checkout, f"""python -c 'import sys; sys.exit(sys.executable != "{sys.executable}")'""")
+    assert "the command passes with upstream alone and with the whole series" in outcome.err
+
+
 def test_what_the_command_says_there_is_shown(checkout: Checkout) -> None:
     outcome = bisect(checkout, "cat patches/vllm/series; ! grep 'B2' vllm/config.py")
     assert outcome.out == f"{START}\n{CONFIG}\nB2 = 21\n{CONFIG} breaks it\n"
