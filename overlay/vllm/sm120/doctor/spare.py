@@ -186,7 +186,9 @@ def _compile_nothing() -> None:
         for name in ("allow_in_graph", "assume_constant_result", "disable"):
             setattr(dynamo, name, as_it_is)
     # The Triton kernels within an operator, which Inductor would see into.
-    torch._library.triton.get_inner_triton_kernels = lambda function: []
+    with suppress(ImportError):
+        operators = importlib.import_module("torch._library.triton")
+        operators.get_inner_triton_kernels = lambda function: []
 
 
 class _Changed(types.ModuleType):
