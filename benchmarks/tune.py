@@ -37,10 +37,10 @@ TILES = {
     "16-bit": [(32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 4, 3), (32, 8, 2), (64, 8, 2), (32, 4, 2, 128)],
     "fp8": [(32, 4, 2), (32, 4, 3), (64, 4, 2), (32, 8, 2), (64, 8, 2), (64, 8, 3), (32, 4, 2, 168)],
 }
-#: The same with heads in the columns, for the matrix instructions of SM90, which have 64 rows: keys and values.
-KEYS_FIRST_TILES = {
-    "16-bit": [(64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 8, 1)],
-    "fp8": [(64, 4, 2), (64, 8, 2)],
+#: The same of the kernel for SM90's matrix instructions, which takes 64 KV rows at a time; fp8 rows wait in registers.
+WGMMA_TILES = {
+    "16-bit": [(64, 4, 1), (64, 4, 2), (64, 8, 2)],
+    "fp8": [(64, 4, 1), (64, 8, 1)],
 }
 #: Rows of the query tile and tokens per program, by head count.
 QUERY_TILES = {
@@ -89,10 +89,11 @@ def kernels_for(kv_format: str, kind: str, heads: int, *, is_default: bool, is_s
     ]
     if is_sm90 and not is_default:
         candidates += [
-            Candidate(block_h, *tile, programs_per_sm=0, group=group, keys_first=True)
+            Candidate(block_h, *tile, programs_per_sm=0, group=group, wgmma=True)
             for block_h, group in query_tiles
-            for tile in KEYS_FIRST_TILES[kv_format]
-            if block_h <= 32
+            for tile in WGMMA_TILES[kv_format]
+            # Four warps hold the accumulators of 32 rows of the query.
+            if block_h in ((16, 32) if tile[1] == 4 else (16, 32, 64))
         ]
     return candidates
 
@@ -119,7 +120,7 @@ def make_config(candidate: Candidate, kv_format: str, capability: tuple[int, int
 
 @dataclass(frozen=True)
 class Outcome:
-    """Why a kernel cannot be used, or nothing; and its shared memory, in bytes, where that is limited."""
+    """Why a kernel cannot be used, or nothing; and its shared memory, in bytes."""
 
     reason: str
     shared: int = 0
@@ -131,31 +132,35 @@ def try_kernel(trial: Trial) -> Outcome:
 
     from benchmarks.kernels import attention
 
+    candidate = replace(trial.kernel, programs_per_sm=COARSE_PROGRAMS_PER_SM)
+    config = make_config(candidate, trial.kv_format, trial.capability)
+    kernel = attention.attention_launcher(config).kernel
     compiled: list[tuple[Any, dict[str, Any]]] = []
 
     def listen(*, src: Any, metadata: dict[str, Any], **_: Any) -> None:
-        if src.fn is attention.sparse_mla_kernel:
+        if src.fn is kernel:
             compiled.append((src, metadata))
 
-    candidate = replace(trial.kernel, programs_per_sm=COARSE_PROGRAMS_PER_SM)
-    config = make_config(candidate, trial.kv_format, trial.capability)
+    triton.knobs.compilation.listener = listen
     try:
-        if trial.max_shared:
-            triton.knobs.compilation.listener = listen
-            reason = wrong_result(trial, replace(config, launch_pdl=False))  # which SM89 has not
-            triton.knobs.compilation.listener = None
-            shared = 0
-            for source, metadata in compiled:
-                spilled, needed = small_gpu_usage(source, metadata)
-                shared = max(shared, needed)
-                if spilled:
-                    reason = reason or f"{spilled} bytes of spilled registers"
-            if shared > trial.max_shared:
-                reason = reason or f"{shared} bytes of shared memory"
-            return Outcome(reason, shared)
-        return Outcome(wrong_result(trial, config))
+        if not trial.max_shared:
+            reason = wrong_result(trial, config)
+            return Outcome(reason, max((metadata["shared"] for _, metadata in compiled), default=0))
+        reason = wrong_result(trial, replace(config, launch_pdl=False))  # which SM89 has not
+        triton.knobs.compilation.listener = None
+        shared = 0
+        for source, metadata in compiled:
+            spilled, needed = small_gpu_usage(source, metadata)
+            shared = max(shared, needed)
+            if spilled:
+                reason = reason or f"{spilled} bytes of spilled registers"
+        if shared > trial.max_shared:
+            reason = reason or f"{shared} bytes of shared memory"
+        return Outcome(reason, shared)
     except Exception as problem:
         return Outcome(f"{type(problem).__name__}: {(str(problem).strip().splitlines() or [''])[-1]}")
+    finally:
+        triton.knobs.compilation.listener = None
 
 
 def wrong_result(trial: Trial, config: Any) -> str:
@@ -187,15 +192,16 @@ def small_gpu_usage(source: Any, metadata: dict[str, Any]) -> tuple[int, int]:
     return spilled, compiled.metadata.shared
 
 
-def fitting(trials: Sequence[Trial]) -> dict[Candidate, int]:
-    """Return the kernels that can be used, with how many programs an SM may run, and say why the others cannot."""
+def fitting(trials: Sequence[Trial], sm_shared: int) -> dict[Candidate, int]:
+    """Return the kernels that can be used, with how many programs an SM may run, and say why the others cannot.
+
+    `sm_shared` is the shared memory of an SM, in bytes. Programs beyond it would wait for the first to end.
+    """
     usable = {}
     for done, (trial, outcome) in enumerate(in_processes(try_kernel, trials), start=1):
         print(f"{done}/{len(trials)} {trial.kernel}: {outcome.reason or 'ok'}", flush=True)
         if not outcome.reason:
-            # With more programs than the smaller GPU runs at once, this one would time what that one cannot do.
-            fits = SMALL_SM_SHARED // (outcome.shared + 1024) if outcome.shared else PROGRAMS_PER_SM[-1]
-            usable[trial.kernel] = fits
+            usable[trial.kernel] = sm_shared // (outcome.shared + 1024)
     return usable
 
 
@@ -310,7 +316,9 @@ def tune_format(kv_format: str, args: argparse.Namespace) -> dict[str, list[dict
         return Trial(kernel, kv_format, tuple(variants), capability, args.max_shared)
 
     print(f"{kv_format}: compiling and checking {len(kernels)} kernels", flush=True)
-    usable = fitting([trial(kernel, VARIANTS[kv_format][:1]) for kernel in kernels])
+    properties = torch.cuda.get_device_properties(0)
+    sm_shared = SMALL_SM_SHARED if args.max_shared else properties.shared_memory_per_multiprocessor
+    usable = fitting([trial(kernel, VARIANTS[kv_format][:1]) for kernel in kernels], sm_shared)
     print(f"{kv_format}: {len(usable)} of {len(kernels)} after {time.monotonic() - start:.0f} s; timing", flush=True)
 
     tuner = Tuner(kv_format, capability)
@@ -346,7 +354,7 @@ def tune_format(kv_format: str, args: argparse.Namespace) -> dict[str, list[dict
         unproven = {one.kernel for kind in args.kind for one in chosen[kind].values()} - proven
         if not unproven:
             break
-        passed = set(fitting([trial(kernel, VARIANTS[kv_format]) for kernel in sorted(unproven)]))
+        passed = set(fitting([trial(kernel, VARIANTS[kv_format]) for kernel in sorted(unproven)], sm_shared))
         proven |= passed
         refused |= unproven - passed
     print(f"{kv_format}: {len(proven)} kernels after {time.monotonic() - start:.0f} s", flush=True)

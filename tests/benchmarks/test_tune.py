@@ -25,14 +25,14 @@ def test_every_cell_has_candidates_that_default_rows_may_use(kv_format: str, kin
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
-def test_keys_come_first_on_sm90_only(kv_format: str) -> None:
-    def keys_first(**options: bool) -> list[tune.Candidate]:
+def test_wgmma_on_sm90_only(kv_format: str) -> None:
+    def wgmma(**options: bool) -> list[tune.Candidate]:
         kernels = tune.kernels_for(kv_format, "decode", 8, **options)
-        return [kernel for kernel in kernels if kernel.keys_first]
+        return [kernel for kernel in kernels if kernel.wgmma]
 
-    assert keys_first(is_default=False, is_sm90=True)
-    assert not keys_first(is_default=True, is_sm90=True)
-    assert not keys_first(is_default=False)
+    assert wgmma(is_default=False, is_sm90=True)
+    assert not wgmma(is_default=True, is_sm90=True)
+    assert not wgmma(is_default=False)
 
 
 def test_first_variant_is_the_timed_one_and_all_formats_are_tried() -> None:
@@ -81,15 +81,18 @@ def test_registers_that_spill_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert tune.small_gpu_usage(None, metadata) == (stack + local, 4)
 
 
-def test_an_sm_runs_as_many_programs_as_the_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("sm_shared", "fits"), [(tune.SMALL_SM_SHARED, [4, 1, 2]), (233_472, [9, 2, 5])])
+def test_an_sm_runs_as_many_programs_as_its_shared_memory_holds(
+    monkeypatch: pytest.MonkeyPatch, sm_shared: int, fits: list[int]
+) -> None:
     def outcomes(function, trials):
-        usage = [("", 0), ("", 90_000), ("", 40_000), ("too large", 200_000)]
+        usage = [("", 24_000), ("", 90_000), ("", 40_000), ("too large", 200_000)]
         return [(trial, tune.Outcome(*each)) for trial, each in zip(trials, usage, strict=True)]
 
     monkeypatch.setattr(tune, "in_processes", outcomes)
     kernels = tune.kernels_for("16-bit", "decode", 8, is_default=True)[:4]
     trials = [tune.Trial(kernel, "16-bit", (), (12, 0), None) for kernel in kernels]
-    assert list(tune.fitting(trials).values()) == [tune.PROGRAMS_PER_SM[-1], 1, 2]
+    assert list(tune.fitting(trials, sm_shared).values()) == fits
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

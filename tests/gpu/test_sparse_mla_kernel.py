@@ -1,5 +1,7 @@
 """The sparse MLA kernels on a real GPU, against the float64 reference."""
 
+import random
+
 import pytest
 import torch
 
@@ -121,6 +123,43 @@ def test_prefill_whose_neighbours_share_rows(kernels, configs, num_tokens, dtype
     check(kernels, inputs, config=config)
 
 
+def make_unions(kernels, lists: list[list[int]], num_topk: int) -> list[list[int]]:
+    """Return the used entries of the union of each two lists."""
+    topk = torch.full((len(lists), num_topk), -1, dtype=torch.int32)
+    for row, one in zip(topk, lists, strict=True):
+        row[: len(one)] = torch.tensor(one, dtype=torch.int32)
+    valid_count = torch.tensor([len(one) for one in lists], dtype=torch.int32)
+    specs = kernels.get_union_specs(len(lists), num_topk)
+    unions, counts = (torch.full(shape, 1, dtype=dtype, device="cuda") for shape, dtype in specs)
+    kernels.union_launcher()(topk.cuda(), valid_count.cuda(), unions, counts)
+    return [[e for e in union[:count].tolist() if e >= 0] for union, count in zip(unions, counts, strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_unions_hold_both_lists(kernels, seed):
+    """Each token's rows, as often as it lists them; the last token may be alone."""
+    draw = random.Random(seed)
+    rows = [-1, *range(12), 2**26]
+    lists = [draw.choices(rows, k=draw.randint(0, 16)) for _ in range(draw.randint(1, 4))]
+    members = [
+        sorted(entry >> 2 for entry in union if entry >> member & 1)
+        for union in make_unions(kernels, lists, 16)
+        for member in range(2)
+    ]
+    assert members[: len(lists)] == [sorted(row for row in one if row >= 0) for one in lists]
+    assert not any(members[len(lists) :])
+
+
+@pytest.mark.parametrize("num_topk", [512, 2000, 2048, 2176])
+def test_shared_rows_have_one_entry(kernels, num_topk):
+    rows = torch.randperm(120_000)[: num_topk + 100].tolist()
+    for _ in range(20):  # what a launch leaves in shared memory is the next one's start
+        union = make_unions(kernels, [rows[:num_topk], rows[:99:-1]], num_topk)[0]
+        # Few rows are lost to collisions in both hash tables.
+        assert num_topk + 100 <= len(union) <= (num_topk + 100) * 1.03
+        assert {entry >> 2 for entry in union} == set(rows)
+
+
 def test_scratch_may_hold_anything(kernels, configs):
     """Launches of several sizes, one after the other, through the scratch that the backend reserves."""
     capability = torch.cuda.get_device_capability()
@@ -218,13 +257,16 @@ def test_warmup_compiles_every_variant(kernels, configs, num_heads, rope_dim, kv
 
     dtype = torch.float16
     kv = configs.KVFormat(kv_format)
-    for kernel in (kernels.sparse_mla_kernel, kernels.merge_splits_kernel, kernels.union_rows_kernel):
-        kernel.device_caches.clear()
     reachable = configs.get_reachable_configs(num_heads, kv, torch.cuda.get_device_capability())
+    launchers = {kernels.attention_launcher(config) for config in reachable}
+    for launcher in (*launchers, kernels.sparse_mla, kernels.merge_splits, kernels.union_launcher()):
+        launcher.kernel.device_caches.clear()
     for config in reachable:
-        kernels.sparse_mla.warmup(num_heads=num_heads, dtype=dtype, kv_format=kv, has_rope=rope_dim > 0, config=config)
+        kernels.attention_launcher(config).warmup(
+            num_heads=num_heads, dtype=dtype, kv_format=kv, has_rope=rope_dim > 0, config=config
+        )
     kernels.merge_splits.warmup(dtype=dtype, launch_pdl=config.launch_pdl)
-    kernels.union_rows.warmup(num_topk=64)
+    kernels.union_launcher().warmup(num_topk=64)
     compiled: list[str] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda *, repr, **_: compiled.append(repr))
     for num_tokens in [1, 2, 3, 16, 17, 31, 64, 100, 128, 257, 600]:

@@ -53,12 +53,9 @@ def compile_kernel(
     pointers: dict[str, str],
     scalars: dict[str, str],
     constants: dict[str, Any],
-    *,
-    num_warps: int,
-    num_stages: int,
     **options: Any,
 ) -> Binary:
-    """Compile `kernel` as the runtime does when it is called.
+    """Compile `kernel`, of Triton or of Gluon, as the runtime does when it is called.
 
     Pointers and strides are divisible by 16, as every tensor of the backend is;
     other scalars are `do_not_specialize` or of a type that has no alignment.
@@ -66,12 +63,13 @@ def compile_kernel(
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     names = kernel.arg_names
     assert set(names) == {*pointers, *scalars, *constants}
     signature = {**pointers, **scalars, **dict.fromkeys(constants, "constexpr")}
     aligned = [*pointers, *(name for name in scalars if "stride" in name)]
-    source = ASTSource(
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel,
         {name: signature[name] for name in names},
         {(names.index(name),): value for name, value in constants.items()},
@@ -80,7 +78,7 @@ def compile_kernel(
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages, **options},
+        options=options,
     )
     registers, local = resource_usage(compiled.asm["cubin"])
     return Binary(

@@ -13,7 +13,7 @@ from tests.kernels.compilation import SHARED_MEMORY, Binary, compile_kernel
 from tests.kernels.overlay import OVERLAY, load_overlay
 
 TABLE = json.loads((OVERLAY / "vllm/v1/attention/ops/triton_mla_sparse_configs.json").read_text())
-TILE = ("block_h", "block_n", "num_warps", "num_stages", "group", "keys_first", "maxnreg")
+TILE = ("block_h", "block_n", "num_warps", "num_stages", "group", "wgmma", "maxnreg")
 # format of the table -> name -> KV format, model dtype, output dtype, RoPE width
 VARIANTS = {
     "16-bit": {
@@ -27,6 +27,7 @@ VARIANTS = {
         "bf16-e4m3-split": ("fp8_e4m3", "bf16", "fp32", 64),
     },
 }
+ASYNC_COPY = r"cp\.async\.cg\.shared\.global [^;]*, 0x10,"
 # The rows of "default" are chosen to spill nothing where they are meant to run. SM90's own are the fastest measured,
 # and those for 64 heads spill a little.
 MAX_SPILLED_BYTES = {arch: 192 if arch == 90 else 0 for arch in SHARED_MEMORY}
@@ -35,7 +36,7 @@ MAX_SPILLED_BYTES = {arch: 192 if arch == 90 else 0 for arch in SHARED_MEMORY}
 def tiles(section: str, kv_format: str) -> list[tuple]:
     """Return the different kernels of a section of the table."""
     rows = [row for kind in ("decode", "prefill") for row in TABLE[section][kv_format][kind]]
-    usual = {"group": 1, "keys_first": False, "maxnreg": None}
+    usual = {"group": 1, "wgmma": False, "maxnreg": None}
     return sorted({tuple(row.get(name, usual.get(name)) for name in TILE) for row in rows}, key=str)
 
 
@@ -66,8 +67,14 @@ def kernels():
 def compile_attention(arch: int, table_format: str, variant: str, tile: tuple) -> Binary:
     kv_format, dtype, out_dtype, rope_dim = VARIANTS[table_format][variant]
     config: dict[str, Any] = dict(zip(TILE, tile, strict=True))
+    if config["wgmma"]:
+        kernel = load_overlay("vllm.v1.attention.ops.gluon_mla_sparse").sparse_mla_wgmma_kernel
+        tiles, options = {"NUM_BUFFERS": config["num_stages"]}, {}
+    else:
+        kernel = kernels().sparse_mla_kernel
+        tiles, options = {"BLOCK_N": config["block_n"]}, {"num_stages": config["num_stages"]}
     return compile_kernel(
-        kernels().sparse_mla_kernel,
+        kernel,
         arch,
         pointers={
             "q_nope_ptr": f"*{dtype}",
@@ -95,13 +102,12 @@ def compile_attention(arch: int, table_format: str, variant: str, tile: tuple) -
             "HAS_ROPE": rope_dim > 0,
             "GROUP": config["group"],
             "BLOCK_H": config["block_h"],
-            "BLOCK_N": config["block_n"],
-            "KEYS_FIRST": config["keys_first"],
             "LAUNCH_PDL": out_dtype == "fp32" and arch >= 90,
+            **tiles,
         },
         num_warps=config["num_warps"],
-        num_stages=config["num_stages"],
         maxnreg=config["maxnreg"],
+        **options,
     )
 
 
@@ -124,19 +130,17 @@ def compile_merge(arch: int) -> Binary:
 
 def compile_union(arch: int) -> Binary:
     return compile_kernel(
-        kernels().union_rows_kernel,
+        load_overlay("vllm.v1.attention.ops.gluon_union_rows").union_rows_kernel,
         arch,
         pointers={
             "topk_ptr": "*i32",
             "valid_count_ptr": "*i32",
-            "slots_ptr": "*i16",
             "union_ptr": "*i32",
             "count_ptr": "*i32",
         },
         scalars={"num_tokens": "i32", "num_topk": "i32"},
         constants={"BLOCK_K": 2048},
         num_warps=8,
-        num_stages=3,
     )
 
 
@@ -153,11 +157,17 @@ def test_attention_kernel(binaries, arch, table_format, variant, tile):
     assert binary.local <= MAX_SPILLED_BYTES[arch]
     assert 64 <= binary.registers <= 255
     assert binary.count(r"\bmma\.sync|\bwgmma\.mma_async|tcgen05\.mma") > 0
-    # KV rows arrive by 16-byte asynchronous copies, and never by TMA.
-    assert binary.count(r"cp\.async\.cg\.shared\.global [^;]*, 0x10,") > 0
+    # 16-bit KV rows arrive by 16-byte asynchronous copies, as fp8 rows do but for SM90's, and never by TMA.
+    wgmma = tile[TILE.index("wgmma")]
+    assert (binary.count(ASYNC_COPY) > 0) == (table_format == "16-bit" or not wgmma)
     assert binary.count(r"cp\.async\.bulk") == 0
     # fp8 rows are decoded once, not byte by byte out of shared memory.
     assert binary.count(r"ld\.shared\.[bu]8") == 0
+    if wgmma:
+        # Both operands come from shared memory: no fragments are loaded.
+        assert binary.count(r"\bwgmma\.mma_async") > 0
+        assert binary.count(r"\bmma\.sync") == 0
+        assert binary.count(r"\bldmatrix") <= 4
 
 
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
@@ -166,16 +176,3 @@ def test_other_kernels(compiler, compile_other, arch):
     binary = compiler.submit(compile_other, arch).result()
     assert binary.shared <= 48 * 1024
     assert binary.local == 0
-
-
-def test_keys_first_reads_both_operands_from_shared_memory(compiler):
-    """What the orientation is for: SM90's matrix instructions, and no fragments loaded for them."""
-    usual, keys_first = (
-        compiler.submit(compile_attention, 90, "16-bit", "bf16-direct", (8, 64, 4, 2, 1, keys_first, None)).result()
-        for keys_first in (False, True)
-    )
-    assert usual.count(r"\bwgmma\.mma_async") == 0
-    assert usual.count(r"\bldmatrix") > 64
-    assert keys_first.count(r"\bwgmma\.mma_async") > 0
-    assert keys_first.count(r"\bldmatrix") <= 4
-    assert keys_first.count(r"cp\.async\.cg\.shared\.global [^;]*, 0x10,") > 0

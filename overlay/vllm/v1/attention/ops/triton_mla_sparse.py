@@ -13,7 +13,8 @@ values, absent in NoPE models) per token, shared by all heads:
 The list of a token is cut into `num_splits` parts so that a small decode batch
 still fills the GPU; a second kernel merges the parts by their log-sum-exp. In a
 prefill, neighbouring tokens share most of their rows: one program then takes two
-of them and walks over the union of their lists.
+of them and walks over the union of their lists (gluon_union_rows.py). SM90 has an
+attention kernel of its own (gluon_mla_sparse.py).
 """
 
 from collections.abc import Sequence
@@ -108,40 +109,6 @@ def _load_rope(
         return tl.load(rope_ptr[:, None] + offsets, mask=mask, other=0.0).to(DTYPE)
 
 
-@triton.jit
-def _dot_qk(q, k, acc, KEYS_FIRST: tl.constexpr):
-    """Return acc + q k^T [H, N], or its transpose. q is [H, D], k is [N, D]."""
-    if KEYS_FIRST:
-        return tl.dot(k, tl.trans(q), acc)
-    else:
-        return tl.dot(q, tl.trans(k), acc)
-
-
-@triton.jit
-def _dot_pv(p, v, acc, KEYS_FIRST: tl.constexpr):
-    """Return acc + p v [H, D], or its transpose. p is as `_dot_qk` gives it."""
-    if KEYS_FIRST:
-        return tl.dot(tl.trans(v), p, acc)
-    else:
-        return tl.dot(p, v, acc)
-
-
-@triton.jit
-def _per_head(values, KEYS_FIRST: tl.constexpr):
-    """Return [H] values so that they broadcast over scores or accumulators."""
-    if KEYS_FIRST:
-        return values[None, :]
-    else:
-        return values[:, None]
-
-
-@triton.jit
-def _store_tile(out, tile, mask, KEYS_FIRST: tl.constexpr):
-    if KEYS_FIRST:
-        tile = tl.trans(tile)
-    tl.store(out, tile.to(out.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=["num_tokens", "num_heads", "list_width"])
 def sparse_mla_kernel(
     q_nope_ptr,  # fp16/bf16 [T, H, 512], unit last stride
@@ -168,10 +135,6 @@ def sparse_mla_kernel(
     GROUP: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    # Scores and accumulators with heads in columns: SM90's matrix instructions
-    # have 64 rows, which keys and values fill and a few heads do not, and they
-    # read both operands from shared memory.
-    KEYS_FIRST: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):
     # grid: (token groups * head blocks, splits). The head blocks of one group
@@ -216,15 +179,10 @@ def sparse_mla_kernel(
         qr = tl.load(q_pe + tl.arange(0, _ROPE)[None, :], mask=mask_h, other=0.0)
     DTYPE: tl.constexpr = q_nope_ptr.dtype.element_ty
 
-    KEY_AXIS: tl.constexpr = 0 if KEYS_FIRST else 1
-    SCORE_ROWS: tl.constexpr = BLOCK_N if KEYS_FIRST else BLOCK_H
-    SCORE_COLUMNS: tl.constexpr = BLOCK_H if KEYS_FIRST else BLOCK_N
-    ACC_ROWS: tl.constexpr = _TILE if KEYS_FIRST else BLOCK_H
-    ACC_COLUMNS: tl.constexpr = BLOCK_H if KEYS_FIRST else _TILE
-    acc0 = tl.zeros([ACC_ROWS, ACC_COLUMNS], tl.float32)
-    acc1 = tl.zeros([ACC_ROWS, ACC_COLUMNS], tl.float32)
-    acc2 = tl.zeros([ACC_ROWS, ACC_COLUMNS], tl.float32)
-    acc3 = tl.zeros([ACC_ROWS, ACC_COLUMNS], tl.float32)
+    acc0 = tl.zeros([BLOCK_H, _TILE], tl.float32)
+    acc1 = tl.zeros([BLOCK_H, _TILE], tl.float32)
+    acc2 = tl.zeros([BLOCK_H, _TILE], tl.float32)
+    acc3 = tl.zeros([BLOCK_H, _TILE], tl.float32)
     row_max = tl.full([BLOCK_H], _MASKED, tl.float32)
     row_sum = tl.zeros([BLOCK_H], tl.float32)
     # exp2 is the hardware's exponential. Scaling after the fp32 dot keeps q . k
@@ -240,16 +198,14 @@ def sparse_mla_kernel(
         next_entries = tl.load(row_list + next_n, mask=next_n < end, other=-1)
 
         used = entries >= 0
-        used_keys = used[:, None] if KEYS_FIRST else used[None, :]
         if GROUP == 1:
             rows = entries
-            allowed = used_keys
+            allowed = used[None, :]
         else:
             # An entry of a union is its row and, in the low bits, its tokens.
             rows = entries >> 2
-            bits = entries[:, None] if KEYS_FIRST else entries[None, :]
-            allowed = (bits >> _per_head(member, KEYS_FIRST)) & 1 != 0
-            allowed = allowed & used_keys
+            allowed = (entries[None, :] >> member[:, None]) & 1 != 0
+            allowed = allowed & used[None, :]
         # rows * stride passes 2^31 in a cache of 3.7 million tokens.
         row_ptr = kv_ptr + rows.to(tl.int64) * KV_STRIDE
         k0 = _load_latent(row_ptr, used, 0, DTYPE, KV_FORMAT)
@@ -258,30 +214,29 @@ def sparse_mla_kernel(
         k3 = _load_latent(row_ptr, used, 3, DTYPE, KV_FORMAT)
 
         # Two chains of dependent matrix instructions, half as long as one.
-        zeros = tl.zeros([SCORE_ROWS, SCORE_COLUMNS], tl.float32)
-        scores = _dot_qk(q0, k0, zeros, KEYS_FIRST)
-        scores = _dot_qk(q1, k1, scores, KEYS_FIRST)
-        other = _dot_qk(q2, k2, zeros, KEYS_FIRST)
-        other = _dot_qk(q3, k3, other, KEYS_FIRST)
+        zeros = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+        scores = tl.dot(q0, tl.trans(k0), zeros)
+        scores = tl.dot(q1, tl.trans(k1), scores)
+        other = tl.dot(q2, tl.trans(k2), zeros)
+        other = tl.dot(q3, tl.trans(k3), other)
         if HAS_ROPE:
             kr = _load_rope(row_ptr, used, DTYPE, KV_FORMAT)
-            other = _dot_qk(qr, kr, other, KEYS_FIRST)
+            other = tl.dot(qr, tl.trans(kr), other)
         scores = (scores + other) * scale_log2
 
         scores = tl.where(allowed, scores, _MASKED)
-        new_max = tl.maximum(row_max, tl.max(scores, KEY_AXIS))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
         rescale = tl.exp2(row_max - new_max)
-        rescale_heads = _per_head(rescale, KEYS_FIRST)
-        probs = tl.exp2(scores - _per_head(new_max, KEYS_FIRST))
+        probs = tl.exp2(scores - new_max[:, None])
         probs = tl.where(allowed, probs, 0.0)
-        row_sum = row_sum * rescale + tl.sum(probs, KEY_AXIS)
+        row_sum = row_sum * rescale + tl.sum(probs, 1)
         row_max = new_max
 
         p = probs.to(DTYPE)
-        acc0 = _dot_pv(p, k0, acc0 * rescale_heads, KEYS_FIRST)
-        acc1 = _dot_pv(p, k1, acc1 * rescale_heads, KEYS_FIRST)
-        acc2 = _dot_pv(p, k2, acc2 * rescale_heads, KEYS_FIRST)
-        acc3 = _dot_pv(p, k3, acc3 * rescale_heads, KEYS_FIRST)
+        acc0 = tl.dot(p, k0, acc0 * rescale[:, None])
+        acc1 = tl.dot(p, k1, acc1 * rescale[:, None])
+        acc2 = tl.dot(p, k2, acc2 * rescale[:, None])
+        acc3 = tl.dot(p, k3, acc3 * rescale[:, None])
 
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -291,17 +246,18 @@ def sparse_mla_kernel(
     norm = 1.0 / tl.where(is_empty, 1.0, row_sum)
     if KV_FORMAT == _FP8:
         norm *= kv_scale
-    norm = _per_head(norm, KEYS_FIRST)
+    norm = norm[:, None]
     lse = (row_max + tl.log2(row_sum)) * _LOGE2
     lse = tl.where(is_empty, float("-inf"), lse)
 
     out_rows = (token * num_heads + head) * num_splits + split
     tl.store(lse_ptr + out_rows, lse, mask=mask_q)
     out = out_ptr + out_rows[:, None] * _RANK + offs_d[None, :]
-    _store_tile(out, acc0 * norm, mask_h, KEYS_FIRST)
-    _store_tile(out + _TILE, acc1 * norm, mask_h, KEYS_FIRST)
-    _store_tile(out + 2 * _TILE, acc2 * norm, mask_h, KEYS_FIRST)
-    _store_tile(out + 3 * _TILE, acc3 * norm, mask_h, KEYS_FIRST)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    tl.store(out, (acc0 * norm).to(dtype), mask=mask_h)
+    tl.store(out + _TILE, (acc1 * norm).to(dtype), mask=mask_h)
+    tl.store(out + 2 * _TILE, (acc2 * norm).to(dtype), mask=mask_h)
+    tl.store(out + 3 * _TILE, (acc3 * norm).to(dtype), mask=mask_h)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -342,78 +298,7 @@ def merge_splits_kernel(
         tl.store(lse_ptr + row, max_lse + tl.log2(total) * _LOGE2)
 
 
-@triton.jit
-def _slot(row, level: tl.constexpr, SLOTS: tl.constexpr):
-    """Return the place of a row in one of the hash tables."""
-    factor: tl.constexpr = 0x9E3779B1 if level == 0 else 0x85EBCA6B
-    return (row.to(tl.uint32) * factor).to(tl.uint32) // (0x100000000 // SLOTS)
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_topk"])
-def union_rows_kernel(
-    topk_ptr,  # int32 [T, num_topk], rows of kv
-    valid_count_ptr,  # int32 [T], used entries of each topk row
-    slots_ptr,  # int16 [T / 2, 2 * SLOTS], scratch, may hold anything
-    union_ptr,  # int32 [T / 2, 2 * num_topk]: row << 2 | bits of its tokens
-    count_ptr,  # int32 [T / 2], used entries of each union
-    num_tokens,  # T
-    num_topk,
-    BLOCK_K: tl.constexpr,  # a power of two, at least num_topk
-):
-    # grid: (T / 2). Each program joins the lists of two neighbours: the entries
-    # of the first, then those of the second that the first does not have.
-    SLOTS: tl.constexpr = 2 * BLOCK_K
-    pair = tl.program_id(0).to(tl.int64)
-    offs = tl.arange(0, BLOCK_K)
-    first = topk_ptr + 2 * pair * num_topk
-    has_second = 2 * pair + 1 < num_tokens
-    count0 = tl.minimum(tl.load(valid_count_ptr + 2 * pair), num_topk)
-    count1 = tl.load(valid_count_ptr + 2 * pair + 1, mask=has_second, other=0)
-    row0 = tl.load(first + offs, mask=offs < count0, other=-1)
-    in_list1 = offs < tl.minimum(count1, num_topk)
-    row1 = tl.load(first + num_topk + offs, mask=in_list1, other=-1)
-
-    # Hash tables from row to position in the first list. Where rows collide one
-    # stays, and the others go to the second table. A row lost there costs time
-    # only: both tokens keep an entry of their own. Positions are checked when
-    # they are read, so the tables need no clearing. All this is read past L1,
-    # which does not see the stores of other threads.
-    pending = row0 >= 0
-    match = tl.full([BLOCK_K], -1, tl.int32)
-    for level in tl.static_range(2):
-        slots = slots_ptr + (2 * pair + level) * SLOTS
-        own_slots = slots + _slot(row0, level, SLOTS)
-        tl.store(own_slots, offs.to(tl.int16), mask=pending)
-        tl.debug_barrier()
-        kept = tl.load(own_slots, mask=pending, other=-1, cache_modifier=".cg")
-        pending = pending & (kept.to(tl.int32) != offs)
-        searching = (row1 >= 0) & (match < 0)
-        position = tl.load(
-            slots + _slot(row1, level, SLOTS),
-            mask=searching,
-            other=-1,
-            cache_modifier=".cg",
-        ).to(tl.int32)
-        is_position = searching & (position >= 0) & (position < count0)
-        candidate = tl.gather(row0, tl.where(is_position, position, 0), 0)
-        match = tl.where(is_position & (candidate == row1), position, match)
-
-    # Rows that a token lists twice stay as they are: they count twice alone, too.
-    matched = match >= 0
-    takers = tl.histogram(match, BLOCK_K, mask=matched)
-    matched = matched & (tl.gather(takers, tl.maximum(match, 0), 0) == 1)
-    members = tl.where(takers == 1, 3, 1)
-
-    union = union_ptr + pair * (2 * num_topk)
-    entries0 = tl.where(row0 >= 0, row0 << 2 | members, -1)
-    tl.store(union + offs, entries0, mask=offs < count0)
-    alone = ((row1 >= 0) & ~matched).to(tl.int32)
-    position = count0 + tl.cumsum(alone, 0) - 1
-    tl.store(union + position, row1 << 2 | 2, mask=alone != 0)
-    tl.store(count_ptr + pair, count0 + tl.sum(alone, 0))
-
-
-def _attention_warmup_inputs(
+def attention_warmup_inputs(
     num_heads: int,
     dtype: torch.dtype,
     kv_format: KVFormat,
@@ -449,8 +334,35 @@ def _attention_warmup_inputs(
     ]
 
 
+def attention_launch(
+    q_nope: torch.Tensor,
+    kv: torch.Tensor,
+    lists: torch.Tensor,
+    num_splits: int,
+    kv_format: KVFormat,
+    has_rope: bool,
+    config: SparseMLAConfig,
+) -> DispatchSpec:
+    """Return the grid, and the arguments that all attention kernels take."""
+    num_tokens, num_heads, _ = q_nope.shape
+    grid = (get_num_programs(num_tokens, num_heads, config), num_splits)
+    return grid, {
+        "num_tokens": num_tokens,
+        "num_heads": num_heads,
+        "list_width": lists.shape[1],
+        "KV_STRIDE": kv.stride(0),
+        "KV_FORMAT": kv_format.value,
+        "HAS_ROPE": has_rope,
+        "GROUP": config.group,
+        "BLOCK_H": config.block_h,
+        "LAUNCH_PDL": config.launch_pdl and num_splits > 1,
+        "num_warps": config.num_warps,
+        "maxnreg": config.maxnreg,
+    }
+
+
 @triton_kernel_dispatcher_with_warmup(
-    kernel=sparse_mla_kernel, warmup_inputs=_attention_warmup_inputs
+    kernel=sparse_mla_kernel, warmup_inputs=attention_warmup_inputs
 )
 def sparse_mla(
     q_nope: torch.Tensor,
@@ -468,24 +380,31 @@ def sparse_mla(
     config: SparseMLAConfig,
 ) -> DispatchSpec:
     """Launch `sparse_mla_kernel`; see there for the shapes."""
-    num_tokens, num_heads, _ = q_nope.shape
-    grid = (get_num_programs(num_tokens, num_heads, config), num_splits)
-    return grid, {
-        "num_tokens": num_tokens,
-        "num_heads": num_heads,
-        "list_width": lists.shape[1],
-        "KV_STRIDE": kv.stride(0),
-        "KV_FORMAT": kv_format.value,
-        "HAS_ROPE": has_rope,
-        "GROUP": config.group,
-        "BLOCK_H": config.block_h,
-        "BLOCK_N": config.block_n,
-        "KEYS_FIRST": config.keys_first,
-        "LAUNCH_PDL": config.launch_pdl and num_splits > 1,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        "maxnreg": config.maxnreg,
-    }
+    grid, arguments = attention_launch(
+        q_nope, kv, lists, num_splits, kv_format, has_rope, config
+    )
+    tile = {"BLOCK_N": config.block_n, "num_stages": config.num_stages}
+    return grid, arguments | tile
+
+
+# The modules in Gluon are imported where their kernels are needed: Gluon belongs to
+# Triton's NVIDIA part, and the interpreter does not know it.
+
+
+def attention_launcher(config: SparseMLAConfig) -> Any:
+    """Return what launches the attention kernel of a configuration."""
+    if config.wgmma:
+        from vllm.v1.attention.ops.gluon_mla_sparse import sparse_mla_wgmma
+
+        return sparse_mla_wgmma
+    return sparse_mla
+
+
+def union_launcher() -> Any:
+    """Return what launches the kernel that joins the lists of neighbours."""
+    from vllm.v1.attention.ops.gluon_union_rows import union_rows
+
+    return union_rows
 
 
 def _merge_warmup_inputs(dtype: torch.dtype, launch_pdl: bool) -> list[dict[str, Any]]:
@@ -525,41 +444,6 @@ def merge_splits(
     }
 
 
-def _union_warmup_inputs(num_topk: int) -> list[dict[str, Any]]:
-    """Return the one launch."""
-    lists = TritonWarmupTensor(torch.int32, shape=(1, num_topk))
-    count = TritonWarmupTensor(torch.int32)
-    return [
-        {
-            "topk": lists,
-            "valid_count": count,
-            "slots": TritonWarmupTensor(torch.int16),
-            "union": lists,
-            "count": count,
-        }
-    ]
-
-
-@triton_kernel_dispatcher_with_warmup(
-    kernel=union_rows_kernel, warmup_inputs=_union_warmup_inputs
-)
-def union_rows(
-    topk: torch.Tensor,
-    valid_count: torch.Tensor,
-    slots: torch.Tensor,
-    union: torch.Tensor,
-    count: torch.Tensor,
-) -> DispatchSpec:
-    """Launch `union_rows_kernel`; see there for the shapes."""
-    num_tokens, num_topk = topk.shape
-    return (triton.cdiv(num_tokens, 2),), {
-        "num_tokens": num_tokens,
-        "num_topk": num_topk,
-        "BLOCK_K": triton.next_power_of_2(num_topk),
-        "num_warps": 8,
-    }
-
-
 def register_warmup(
     num_heads: int,
     num_topk: int,
@@ -571,7 +455,7 @@ def register_warmup(
     """Have every variant that these arguments can reach compiled at start-up."""
     configs = get_reachable_configs(num_heads, kv_format, capability)
     for config in configs:
-        sparse_mla.register_warmup(
+        attention_launcher(config).register_warmup(
             num_heads=num_heads,
             dtype=dtype,
             kv_format=kv_format,
@@ -579,7 +463,7 @@ def register_warmup(
             config=config,
         )
     if any(config.group > 1 for config in configs):
-        union_rows.register_warmup(num_topk=num_topk)
+        union_launcher().register_warmup(num_topk=num_topk)
     for launch_pdl in {config.launch_pdl for config in configs}:
         merge_splits.register_warmup(dtype=dtype, launch_pdl=launch_pdl)
 
@@ -702,7 +586,7 @@ def sparse_mla_attention(
                 partial_lse = lse.new_empty(num_rows)
             else:
                 partial_out, partial_lse = (s[:num_rows] for s in workspace[:2])
-        sparse_mla(
+        attention_launcher(config)(
             q_nope[tokens],
             q_pe[tokens] if rope_dim else q_nope[tokens],
             kv,
@@ -730,12 +614,12 @@ def sparse_mla_attention(
         tokens = slice(first, first + MAX_UNION_TOKENS)
         num_pairs = triton.cdiv(valid_count[tokens].shape[0], 2)
         if workspace is None:
-            slots, union, counts = (
+            union, counts = (
                 topk.new_empty(shape, dtype=dtype)
                 for shape, dtype in get_union_specs(2 * num_pairs, num_topk)
             )
         else:
-            slots, union, counts = (scratch[:num_pairs] for scratch in workspace[2:])
-        union_rows(topk[tokens], valid_count[tokens], slots, union, counts)
+            union, counts = (scratch[:num_pairs] for scratch in workspace[2:])
+        union_launcher()(topk[tokens], valid_count[tokens], union, counts)
         attend(tokens, union, counts)
     return out, lse

@@ -53,10 +53,10 @@ class SparseMLAConfig:
     block_h: int  # rows of the query tile: tokens of the group times heads
     block_n: int  # KV rows per loop iteration
     num_warps: int
-    num_stages: int
+    num_stages: int  # tiles of KV rows in shared memory
     programs_per_sm: int  # lists are split until the grid has so many per SM
     group: int = 1  # tokens per program: 1, or 2 over the union of their lists
-    keys_first: bool = False  # heads in the columns of scores and accumulators
+    wgmma: bool = False  # the kernel of gluon_mla_sparse.py, which SM90 alone runs
     maxnreg: int | None = None  # registers per thread, for more programs per SM
     # Not tuned, but given by the GPU: the merge is launched while the attention ends.
     launch_pdl: bool = False
@@ -72,6 +72,8 @@ def _rows(
 ) -> list[dict[str, Any]]:
     table = _read_table()
     section = table.get("{}.{}".format(*capability), table["default"])
+    if triton.knobs.runtime.interpret:  # which does not know Gluon
+        section = table["default"]
     formats = section["16-bit" if kv_format is KVFormat.MODEL else "fp8"]
     return formats["prefill" if is_prefill else "decode"]
 
@@ -165,10 +167,9 @@ def get_num_splits(
 def get_union_specs(
     num_tokens: int, num_topk: int
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return shapes and dtypes of the unions' scratch: hash tables, lists, counts."""
+    """Return shapes and dtypes of the unions' scratch: lists, counts."""
     num_pairs = cdiv(min(num_tokens, MAX_UNION_TOKENS), 2)
     return [
-        ((num_pairs, 4 * triton.next_power_of_2(num_topk)), torch.int16),
         ((num_pairs, 2 * num_topk), torch.int32),
         ((num_pairs,), torch.int32),
     ]

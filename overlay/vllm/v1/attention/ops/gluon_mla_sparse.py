@@ -1,0 +1,485 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Sparse MLA attention for the matrix instructions of SM90, in Gluon.
+
+What `sparse_mla_kernel` of triton_mla_sparse.py computes, from the same arguments.
+SM90 multiplies 64 rows at a time, and a few heads do not fill them; keys and
+values do. So scores and accumulators have the heads in their columns:
+
+    s[key, head] = k[key, :] . q[head, :]      out[:, head] = v[key, :]^T p[key, head]
+
+Keys and values are the same tile of shared memory, which holds every KV row once
+as 16-bit numbers. Gluon, other than Triton, lets a kernel say which memory holds
+what and when its copies start: 16-bit rows are copied there one tile ahead; fp8
+rows wait in registers, packed, and are decoded on their way.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from vllm.model_executor.warmup.jit_warmup_triton_helper import (
+    DispatchSpec,
+    triton_kernel_dispatcher_with_warmup,
+)
+from vllm.triton_utils import LOG2E, LOGE2
+from vllm.v1.attention.ops.triton_mla_sparse import (
+    attention_launch,
+    attention_warmup_inputs,
+)
+from vllm.v1.attention.ops.triton_mla_sparse_config import KVFormat, SparseMLAConfig
+
+_LOG2E = gl.constexpr(LOG2E)
+_LOGE2 = gl.constexpr(LOGE2)
+# See triton_mla_sparse.py.
+_MASKED = gl.constexpr(-1.0e30)
+_RANK = gl.constexpr(512)
+_ROPE = gl.constexpr(64)
+_TILE = gl.constexpr(128)
+_SCALES = gl.constexpr(512)
+_ROPE_BYTES = gl.constexpr(528)
+_MODEL = gl.constexpr(KVFormat.MODEL.value)
+_FP8 = gl.constexpr(KVFormat.FP8.value)
+
+# The rows of a matrix instruction.
+BLOCK_N = gl.constexpr(64)
+
+# Four e4m3 bytes ($2) to two pairs of float16 ($0, $1), times the factor of their
+# row, which $3 holds twice.
+_DECODE_ASM = gl.constexpr("""{
+.reg .b16 a, b;
+.reg .b32 c, d;
+mov.b32 {a, b}, $2;
+cvt.rn.f16x2.e4m3x2 c, a;
+cvt.rn.f16x2.e4m3x2 d, b;
+mul.rn.f16x2 $0, c, $3;
+mul.rn.f16x2 $1, d, $3;
+}""")
+# A pair of bfloat16 ($1) to a pair of float16 ($0), no infinities.
+_BF16_TO_FP16_ASM = gl.constexpr("""{
+.reg .b32 a, b;
+shl.b32 a, $1, 16;
+and.b32 b, $1, 0xffff0000;
+cvt.rn.f16x2.f32 $0, b, a;
+}""")
+# A query of a bfloat16 model in float16. The factor is a power of two and so
+# rounds nothing: it moves float16's range, which then ends at 1.0e6.
+_QUERY_FACTOR = gl.constexpr(0.0625)
+_MAX_FP16 = gl.constexpr(65504.0)
+
+
+@gluon.jit
+def _load_entries(row_list, start, end, layout: gl.constexpr):
+    """Return a tile of a list, -1 from `end` on."""
+    offs = start + gl.arange(0, BLOCK_N, layout=layout)
+    return gl.load(row_list + offs, mask=offs < end, other=-1)
+
+
+@gluon.jit
+def _row_ptr(kv_ptr, entries, STRIDE: gl.constexpr, GROUP: gl.constexpr):
+    """Return where the rows of the entries start."""
+    rows = entries if GROUP == 1 else entries >> 2
+    return kv_ptr + rows.to(gl.int64) * STRIDE
+
+
+@gluon.jit
+def _copy_rows(
+    kv_ptr,
+    entries,
+    latent,  # shared [64, 512]
+    rope,  # shared [64, 64]
+    KV_STRIDE: gl.constexpr,
+    GROUP: gl.constexpr,
+    HAS_ROPE: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Start copying 16-bit rows. Those of unused entries become 0."""
+    row_ptr = _row_ptr(kv_ptr, entries, KV_STRIDE, GROUP)[:, None]
+    used = (entries >= 0)[:, None]
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    ptr = row_ptr + gl.arange(0, _RANK, layout=columns)[None, :]
+    async_copy.async_copy_global_to_shared(latent, ptr, mask=used)
+    if HAS_ROPE:
+        ptr = row_ptr + _RANK + gl.arange(0, _ROPE, layout=columns)[None, :]
+        async_copy.async_copy_global_to_shared(rope, ptr, mask=used)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _load_packed(
+    kv_ptr,
+    entries,
+    KV_STRIDE: gl.constexpr,
+    KV_FORMAT: gl.constexpr,
+    GROUP: gl.constexpr,
+    HAS_ROPE: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Return fp8 rows in words: four tiles of latent values, and RoPE."""
+    # Bytes would take a register each.
+    words = kv_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    row_ptr = _row_ptr(words, entries, KV_STRIDE // 4, GROUP)
+    used = entries >= 0
+    mask = used[:, None]
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    ptr = row_ptr[:, None] + gl.arange(0, _TILE // 4, layout=columns)[None, :]
+    tile0 = gl.load(ptr, mask=mask, other=0)
+    tile1 = gl.load(ptr + _TILE // 4, mask=mask, other=0)
+    tile2 = gl.load(ptr + 2 * _TILE // 4, mask=mask, other=0)
+    tile3 = gl.load(ptr + 3 * _TILE // 4, mask=mask, other=0)
+    rope = tile0
+    if HAS_ROPE:
+        if KV_FORMAT == _FP8:
+            ptr = row_ptr + _RANK // 4
+            offs = gl.arange(0, _ROPE // 4, layout=columns)
+        else:
+            ptr = row_ptr + _ROPE_BYTES // 4
+            offs = gl.arange(0, _ROPE // 2, layout=columns)
+        rope = gl.load(ptr[:, None] + offs[None, :], mask=mask, other=0)
+    return tile0, tile1, tile2, tile3, rope
+
+
+@gluon.jit
+def _decode(words, factor):
+    """Return [N, 2 M] pairs of float16 for [N, M] words of four e4m3 values."""
+    twice = factor.to(gl.float16).to(gl.uint16, bitcast=True).to(gl.uint32) * 0x10001
+    low, high = gl.inline_asm_elementwise(
+        _DECODE_ASM,
+        "=r,=r,r,r",
+        [words, twice[:, None]],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    return gl.reshape(gl.join(low, high), [words.shape[0], 2 * words.shape[1]])
+
+
+@gluon.jit
+def _store_decoded(
+    packed,
+    kv_ptr,
+    entries,
+    latent,
+    rope,
+    KV_STRIDE: gl.constexpr,
+    KV_FORMAT: gl.constexpr,
+    GROUP: gl.constexpr,
+    HAS_ROPE: gl.constexpr,
+):
+    """Store what `_load_packed` returned as float16 [64, 512] and [64, 64]."""
+    tile0, tile1, tile2, tile3, raw = packed
+    if KV_FORMAT == _FP8:
+        factor0 = gl.full([BLOCK_N], 1.0, gl.float32, entries.type.layout)
+        factor1, factor2, factor3 = factor0, factor0, factor0
+    else:
+        # Beside the RoPE values, which have brought them into L1: waiting in
+        # registers as well, they would not fit there.
+        scales = kv_ptr.to(gl.pointer_type(gl.float32), bitcast=True)
+        scale_ptr = _row_ptr(scales, entries, KV_STRIDE // 4, GROUP) + _SCALES // 4
+        used = entries >= 0
+        factor0 = gl.load(scale_ptr, mask=used, other=0.0)
+        factor1 = gl.load(scale_ptr + 1, mask=used, other=0.0)
+        factor2 = gl.load(scale_ptr + 2, mask=used, other=0.0)
+        factor3 = gl.load(scale_ptr + 3, mask=used, other=0.0)
+    in_words: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    out = latent._reinterpret(gl.int32, [BLOCK_N, _RANK // 2], in_words)
+    out.slice(0, _TILE // 2, 1).store(_decode(tile0, factor0))
+    out.slice(_TILE // 2, _TILE // 2, 1).store(_decode(tile1, factor1))
+    out.slice(2 * _TILE // 2, _TILE // 2, 1).store(_decode(tile2, factor2))
+    out.slice(3 * _TILE // 2, _TILE // 2, 1).store(_decode(tile3, factor3))
+    if HAS_ROPE:
+        out = rope._reinterpret(gl.int32, [BLOCK_N, _ROPE // 2], in_words)
+        if KV_FORMAT == _FP8:
+            out.store(_decode(raw, factor0))
+        else:
+            pairs = gl.inline_asm_elementwise(
+                _BF16_TO_FP16_ASM, "=r,r", [raw], dtype=gl.int32, is_pure=True, pack=1
+            )
+            out.store(pairs)
+
+
+@gluon.jit
+def _load_query(
+    q_ptr, stride0, stride1, token, head, mask, WIDTH: gl.constexpr,
+    DTYPE: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Return shared memory [BLOCK_H, WIDTH] with the query in DTYPE."""
+    offs = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+    ptr = q_ptr + (token * stride0 + head * stride1)[:, None] + offs[None, :]
+    value = gl.load(ptr, mask=mask[:, None], other=0.0)
+    if q_ptr.dtype.element_ty != DTYPE:
+        value = value.to(gl.float32) * _QUERY_FACTOR
+        value = gl.minimum(gl.maximum(value, -_MAX_FP16), _MAX_FP16).to(DTYPE)
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    return gl.allocate_shared_memory(DTYPE, [mask.shape[0], WIDTH], shared, value)
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "num_heads", "list_width"])
+def sparse_mla_wgmma_kernel(
+    q_nope_ptr,  # fp16/bf16 [T, H, 512], unit last stride
+    q_pe_ptr,  # fp16/bf16 [T, H, 64], unit last stride; unread without HAS_ROPE
+    kv_ptr,  # [rows, KV_STRIDE], as KV_FORMAT says; bytes unless 16-bit
+    lists_ptr,  # int32 [T / GROUP, list_width]: rows of kv, or entries of unions
+    counts_ptr,  # int32 [T / GROUP], used entries of each list
+    kv_scale_ptr,  # fp32 scalar, the scale of the whole cache; read for FP8 only
+    out_ptr,  # fp16/bf16 [T, H, 512], or fp32 [T, H, splits, 512]
+    lse_ptr,  # fp32 [T, H, splits], natural log
+    sm_scale,  # fp32
+    num_tokens,  # T
+    num_heads,  # H
+    list_width,  # K, or 2 K for unions
+    q_nope_stride0,
+    q_nope_stride1,
+    q_pe_stride0,
+    q_pe_stride1,
+    KV_STRIDE: gl.constexpr,
+    KV_FORMAT: gl.constexpr,
+    HAS_ROPE: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK_H: gl.constexpr,  # 16, 32 or 64
+    NUM_BUFFERS: gl.constexpr,  # tiles of KV rows in shared memory: 1, or 2 of 16-bit
+    LAUNCH_PDL: gl.constexpr,
+):
+    # grid: (token groups * head blocks, splits), as for `sparse_mla_kernel`.
+    HEADS_PER_BLOCK: gl.constexpr = BLOCK_H // GROUP
+    # fp8 values are exact in float16, and one instruction decodes two.
+    DTYPE: gl.constexpr = (
+        q_nope_ptr.dtype.element_ty if KV_FORMAT == _MODEL else gl.float16
+    )
+    # Scores: the 64 keys in one warpgroup, the heads shared out among them.
+    # Accumulators: the 512 values shared out among all warps.
+    WARPS: gl.constexpr = gl.num_warps()
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0],
+        warps_per_cta=[4, WARPS // 4],
+        instr_shape=[16, BLOCK_H // (WARPS // 4), 16],
+    )
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_H, 16]
+    )
+    SCORE_KEYS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    SCORE_HEADS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    VALUE_HEADS: gl.constexpr = gl.SliceLayout(0, VALUES)
+    # Eight threads write 128 bytes of a row: every bank of shared memory once.
+    # Two words of fp8 are 16 bytes once decoded.
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    PACKED: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [WARPS, 1], [1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, COPY if KV_FORMAT == _MODEL else PACKED)
+
+    num_head_blocks = gl.cdiv(num_heads, HEADS_PER_BLOCK)
+    group = (gl.program_id(0) // num_head_blocks).to(gl.int64)
+    head_block = gl.program_id(0) % num_head_blocks
+    split = gl.program_id(1)
+    num_splits = gl.num_programs(1)
+
+    count = gl.minimum(gl.load(counts_ptr + group), list_width)
+    part = gl.cdiv(gl.cdiv(count, num_splits), BLOCK_N) * BLOCK_N
+    start = split * part
+    end = gl.minimum(start + part, count)
+    row_list = lists_ptr + group * list_width
+
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    latent = gl.allocate_shared_memory(DTYPE, [NUM_BUFFERS, BLOCK_N, _RANK], shared)
+    rope = gl.allocate_shared_memory(DTYPE, [NUM_BUFFERS, BLOCK_N, _ROPE], shared)
+    entries = _load_entries(row_list, start, end, ROWS)
+    if KV_FORMAT == _MODEL:
+        _copy_rows(
+            kv_ptr, entries, latent.index(0), rope.index(0),
+            KV_STRIDE, GROUP, HAS_ROPE, COPY,
+        )  # fmt: skip
+    else:
+        packed = _load_packed(
+            kv_ptr, entries, KV_STRIDE, KV_FORMAT, GROUP, HAS_ROPE, PACKED
+        )
+        packed_entries = entries
+    entries = _load_entries(row_list, start + BLOCK_N, end, ROWS)
+
+    # A row of the query is a head of a token of the group.
+    offs_h = gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, COPY))
+    token = group * GROUP + offs_h // HEADS_PER_BLOCK
+    head = head_block * HEADS_PER_BLOCK + offs_h % HEADS_PER_BLOCK
+    mask_q = (head < num_heads) & (token < num_tokens)
+    q = _load_query(
+        q_nope_ptr, q_nope_stride0, q_nope_stride1, token, head, mask_q,
+        _RANK, DTYPE, COPY,
+    )  # fmt: skip
+    if HAS_ROPE:
+        q_pe = _load_query(
+            q_pe_ptr, q_pe_stride0, q_pe_stride1, token, head, mask_q,
+            _ROPE, DTYPE, COPY,
+        )  # fmt: skip
+    probs_layout: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK_H, 16, 2)
+    probs_shared = gl.allocate_shared_memory(DTYPE, [BLOCK_N, BLOCK_H], probs_layout)
+
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    rescale_shared = gl.allocate_shared_memory(gl.float32, [BLOCK_H], plain)
+
+    # exp2 is the hardware's exponential. Scaling after the fp32 products keeps
+    # q . k from overflowing fp16.
+    scale_log2 = sm_scale * _LOG2E
+    if q_nope_ptr.dtype.element_ty != DTYPE:
+        scale_log2 *= 1.0 / _QUERY_FACTOR
+    if KV_FORMAT == _FP8:
+        kv_scale = gl.load(kv_scale_ptr)
+        scale_log2 *= kv_scale
+    member = gl.arange(0, BLOCK_H, layout=SCORE_HEADS) // HEADS_PER_BLOCK
+    acc = gl.zeros([_RANK, BLOCK_H], gl.float32, VALUES)
+    row_max = gl.full([BLOCK_H], _MASKED, gl.float32, SCORE_HEADS)
+    # Summed over the keys at the end: every such sum goes through shared memory.
+    sums = gl.zeros([BLOCK_N, BLOCK_H], gl.float32, SCORES)
+    zeros = gl.zeros([BLOCK_N, BLOCK_H], gl.float32, SCORES)
+
+    buffer = 0
+    for n in range(start, end, BLOCK_N):
+        keys = _load_entries(row_list, n, end, SCORE_KEYS)
+        keys_latent = latent.index(buffer)
+        keys_rope = rope.index(buffer)
+        if KV_FORMAT == _MODEL:
+            if NUM_BUFFERS > 1:
+                buffer = (buffer + 1) % NUM_BUFFERS
+                _copy_rows(
+                    kv_ptr, entries, latent.index(buffer), rope.index(buffer),
+                    KV_STRIDE, GROUP, HAS_ROPE, COPY,
+                )  # fmt: skip
+                entries = _load_entries(row_list, n + 2 * BLOCK_N, end, ROWS)
+            async_copy.wait_group(NUM_BUFFERS - 1)
+        else:
+            _store_decoded(
+                packed, kv_ptr, packed_entries, keys_latent, keys_rope,
+                KV_STRIDE, KV_FORMAT, GROUP, HAS_ROPE,
+            )  # fmt: skip
+            packed = _load_packed(
+                kv_ptr, entries, KV_STRIDE, KV_FORMAT, GROUP, HAS_ROPE, PACKED
+            )
+            packed_entries = entries
+            entries = _load_entries(row_list, n + 2 * BLOCK_N, end, ROWS)
+        fence_async_shared()
+        gl.barrier()
+
+        if BLOCK_H <= 32:
+            # Two chains of dependent matrix instructions, half as long as one.
+            HALF: gl.constexpr = _RANK // 2
+            scores = warpgroup_mma(
+                keys_latent.slice(0, HALF, 1),
+                q.slice(0, HALF, 1).permute((1, 0)),
+                zeros,
+                is_async=True,
+            )
+            other = warpgroup_mma(
+                keys_latent.slice(HALF, HALF, 1),
+                q.slice(HALF, HALF, 1).permute((1, 0)),
+                zeros,
+                is_async=True,
+            )
+            if HAS_ROPE:
+                scores = warpgroup_mma(
+                    keys_rope, q_pe.permute((1, 0)), scores, is_async=True
+                )
+            scores, other = warpgroup_mma_wait(0, deps=(scores, other))
+            scores += other
+        else:
+            scores = warpgroup_mma(keys_latent, q.permute((1, 0)), zeros, is_async=True)
+            if HAS_ROPE:
+                scores = warpgroup_mma(
+                    keys_rope, q_pe.permute((1, 0)), scores, is_async=True
+                )
+            scores = warpgroup_mma_wait(0, deps=(scores,))
+
+        allowed = (keys >= 0)[:, None]
+        if GROUP > 1:
+            # An entry of a union is its row and, in the low bits, its tokens.
+            allowed = allowed & ((keys[:, None] >> member[None, :]) & 1 != 0)
+        scores = gl.where(allowed, scores * scale_log2, _MASKED)
+        new_max = gl.maximum(row_max, gl.max(scores, 0))
+        rescale = gl.exp2(row_max - new_max)
+        probs = gl.exp2(scores - new_max[None, :])
+        probs = gl.where(allowed, probs, 0.0)
+        sums = sums * rescale[None, :] + probs
+        row_max = new_max
+
+        probs_shared.store(probs.to(DTYPE))
+        if WARPS == 4:
+            acc = acc * gl.convert_layout(rescale, VALUE_HEADS)[None, :]
+        else:  # the factors go to other threads, beside the probabilities
+            rescale_shared.store(rescale)
+        fence_async_shared()
+        gl.barrier()
+        if WARPS > 4:
+            acc = acc * rescale_shared.load(VALUE_HEADS)[None, :]
+        acc = warpgroup_mma(
+            keys_latent.permute((1, 0)), probs_shared, acc, is_async=True
+        )
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        gl.barrier()
+        if KV_FORMAT == _MODEL and NUM_BUFFERS == 1:
+            _copy_rows(
+                kv_ptr, entries, keys_latent, keys_rope,
+                KV_STRIDE, GROUP, HAS_ROPE, COPY,
+            )  # fmt: skip
+            entries = _load_entries(row_list, n + 2 * BLOCK_N, end, ROWS)
+    if KV_FORMAT == _MODEL:
+        async_copy.wait_group(0)
+
+    if LAUNCH_PDL:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0",
+            "=r",
+            [],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+    # A token without rows gives (0, -inf), the identity of the merge.
+    row_sum = gl.sum(sums, 0)
+    is_empty = row_sum == 0.0
+    norm = 1.0 / gl.where(is_empty, 1.0, row_sum)
+    if KV_FORMAT == _FP8:
+        norm *= kv_scale
+    lse = (row_max + gl.log2(row_sum)) * _LOGE2
+    lse = gl.where(is_empty, float("-inf"), lse)
+
+    offs_h = gl.arange(0, BLOCK_H, layout=SCORE_HEADS)
+    token = group * GROUP + offs_h // HEADS_PER_BLOCK
+    head = head_block * HEADS_PER_BLOCK + offs_h % HEADS_PER_BLOCK
+    mask_h = (head < num_heads) & (token < num_tokens)
+    out_rows = (token * num_heads + head) * num_splits + split
+    gl.store(lse_ptr + out_rows, lse, mask=mask_h)
+
+    norm = gl.convert_layout(norm, VALUE_HEADS)
+    out_rows = gl.convert_layout(gl.where(mask_h, out_rows, -1), VALUE_HEADS)
+    offs_d = gl.arange(0, _RANK, layout=gl.SliceLayout(1, VALUES))
+    out = out_ptr + out_rows[None, :] * _RANK + offs_d[:, None]
+    value = (acc * norm[None, :]).to(out_ptr.dtype.element_ty)
+    gl.store(out, value, mask=(out_rows >= 0)[None, :])
+
+
+@triton_kernel_dispatcher_with_warmup(
+    kernel=sparse_mla_wgmma_kernel, warmup_inputs=attention_warmup_inputs
+)
+def sparse_mla_wgmma(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv: torch.Tensor,
+    lists: torch.Tensor,
+    counts: torch.Tensor,
+    kv_scale: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sm_scale: float,
+    num_splits: int,
+    kv_format: KVFormat,
+    has_rope: bool,
+    config: SparseMLAConfig,
+) -> DispatchSpec:
+    """Launch `sparse_mla_wgmma_kernel`; see there for the shapes."""
+    grid, arguments = attention_launch(
+        q_nope, kv, lists, num_splits, kv_format, has_rope, config
+    )
+    return grid, arguments | {"NUM_BUFFERS": config.num_stages}
