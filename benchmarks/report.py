@@ -46,8 +46,9 @@ def by_table(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
 def launch(config: Row) -> str:
     """Return a configuration in short: rows of the query tile x KV rows, tokens per program, warps, stages, splits."""
     group = f", {config['group']} tokens" if config.get("group", 1) > 1 else ""
+    wgmma = " wgmma" if config.get("wgmma") else ""
     return (
-        f"{config['block_h']}x{config['block_n']}{group}, w{config['num_warps']} s{config['num_stages']}, "
+        f"{config['block_h']}x{config['block_n']}{group}, w{config['num_warps']} s{config['num_stages']}{wgmma}, "
         f"{config['num_splits']} splits"
     )
 
@@ -58,6 +59,8 @@ def kernel_report(result: dict[str, Any]) -> str:
     text = "# Sparse MLA kernel\n\n" + heading(result)
     rates = ", ".join(f"{rate} TFLOP/s in {dtype}" for dtype, rate in result["matmul_tflops"].items())
     text += f"\nTimes in microseconds, top-k {result['rows'][0]['topk']}. Matrix products in the same run: {rates}.\n"
+    if result.get("parts", 1) > 1:
+        text += f"Joined from {result['parts']} parts, run at the same time, each on a GPU of its own.\n"
     for indices, overlap in result["neighbour_overlap"].items():
         text += f'In a prefill with "{indices}" rows, neighbouring tokens share {overlap:.1%} of them.\n'
     for (dtype, kv, capability), rows in by_table(result["rows"]).items():

@@ -51,8 +51,13 @@ def commit(root: Path = ROOT) -> str:
 
 
 def write_results(path: Path, rows: list[dict[str, Any]], **header: Any) -> None:
-    """Write rows with their environment and what `header` adds as JSON, one row a line, all or nothing."""
-    head = json.dumps(environment() | header, indent=2).removesuffix("\n}")
+    """Write rows with their environment and what `header` adds, as `write_result` does."""
+    write_result(path, environment() | header, rows)
+
+
+def write_result(path: Path, header: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Write a header and rows as JSON, one row a line, all or nothing."""
+    head = json.dumps(header, indent=2).removesuffix("\n}")
     body = ",\n".join(f"    {json.dumps(row)}" for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.tmp")

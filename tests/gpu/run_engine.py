@@ -96,7 +96,12 @@ def take_compilations(worker) -> list[list[str]]:
 
 
 # What computes sparse attention: our modules, then upstream's.
-OUR_KERNELS = ["vllm.v1.attention.ops.triton_mla_sparse", "vllm.v1.attention.ops.triton_mqa_logits"]
+OUR_KERNELS = [
+    "vllm.v1.attention.ops.triton_mla_sparse",
+    "vllm.v1.attention.ops.gluon_mla_sparse",
+    "vllm.v1.attention.ops.gluon_union_rows",
+    "vllm.v1.attention.ops.triton_mqa_logits",
+]
 KERNELS = [*OUR_KERNELS, "vllm.models.deepseek_v32.common.kernels", "vllm.v1.attention.ops.common"]
 
 

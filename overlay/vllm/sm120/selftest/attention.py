@@ -138,7 +138,8 @@ def warmup_keys(shapes: Iterable[Shape], target: Target) -> dict[Any, Any]:
     keys = {}
     for shape in shapes:
         is_split = shape.num_splits(target) > 1
-        for key in kernels.sparse_mla.get_warmup_keys(
+        launcher = kernels.attention_launcher(shape.config(target))
+        for key in launcher.get_warmup_keys(
             num_heads=shape.heads,
             dtype=shape.dtype,
             kv_format=shape.kv_format,
@@ -146,7 +147,7 @@ def warmup_keys(shapes: Iterable[Shape], target: Target) -> dict[Any, Any]:
             config=shape.config(target),
         ):
             if (dict(key.inputs)["num_splits"] > 1) == is_split:
-                keys[key] = kernels.sparse_mla
+                keys[key] = launcher
     return keys
 
 

@@ -38,8 +38,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 
-# The modules of this distribution, new and patched, that have kernels (Triton's; the
-# other runtimes that the JIT monitor watches have none of ours).
+# The modules of this distribution, new and patched, that have kernels (Triton's and
+# Gluon's; the other runtimes that the JIT monitor watches have none of ours).
 OUR_MODULES = (
     "vllm.model_executor.layers.sparse_attn_indexer",
     "vllm.models.deepseek_v32.common.kernels",
@@ -48,6 +48,8 @@ OUR_MODULES = (
     "vllm.v1.attention.backends.mla.sparse_utils",
     "vllm.v1.attention.ops.common",
     "vllm.v1.attention.ops.e4m3",
+    "vllm.v1.attention.ops.gluon_mla_sparse",
+    "vllm.v1.attention.ops.gluon_union_rows",
     "vllm.v1.attention.ops.triton_mla_sparse",
     "vllm.v1.attention.ops.triton_mqa_logits",
 )
