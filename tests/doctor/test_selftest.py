@@ -397,7 +397,7 @@ def test_our_modules_are_all_that_have_kernels():
     paths |= {str(path.relative_to(overlay)) for path in overlay.glob("vllm/**/*.py")}
     package = Path(vllm.__file__).parents[1]
     texts = {path: (package / path).read_text() for path in paths if not path.startswith("vllm/sm120/")}
-    kernels = {path for path, text in texts.items() if "triton.jit" in text}
+    kernels = {path for path, text in texts.items() if re.search(r"\b(triton|gluon)\.jit", text)}
     assert {path.removesuffix(".py").replace("/", ".") for path in kernels} == set(engine.OUR_MODULES)
     assert not {path for path, text in texts.items() if re.search(r"cute\.(jit|kernel)|tilelang\.jit", text)}
 
