@@ -28,24 +28,21 @@ from vllm.model_executor.warmup.jit_warmup_triton_helper import (
     DispatchSpec,
     triton_kernel_dispatcher_with_warmup,
 )
-from vllm.triton_utils import LOG2E, LOGE2
 from vllm.v1.attention.ops.triton_mla_sparse import (
+    _FP8,
+    _LOG2E,
+    _LOGE2,
+    _MASKED,
+    _MODEL,
+    _RANK,
+    _ROPE,
+    _ROPE_BYTES,
+    _SCALES,
+    _TILE,
     attention_launch,
     attention_warmup_inputs,
 )
 from vllm.v1.attention.ops.triton_mla_sparse_config import KVFormat, SparseMLAConfig
-
-_LOG2E = gl.constexpr(LOG2E)
-_LOGE2 = gl.constexpr(LOGE2)
-# See triton_mla_sparse.py.
-_MASKED = gl.constexpr(-1.0e30)
-_RANK = gl.constexpr(512)
-_ROPE = gl.constexpr(64)
-_TILE = gl.constexpr(128)
-_SCALES = gl.constexpr(512)
-_ROPE_BYTES = gl.constexpr(528)
-_MODEL = gl.constexpr(KVFormat.MODEL.value)
-_FP8 = gl.constexpr(KVFormat.FP8.value)
 
 # The rows of a matrix instruction.
 BLOCK_N = gl.constexpr(64)
@@ -61,7 +58,7 @@ cvt.rn.f16x2.e4m3x2 d, b;
 mul.rn.f16x2 $0, c, $3;
 mul.rn.f16x2 $1, d, $3;
 }""")
-# A pair of bfloat16 ($1) to a pair of float16 ($0), no infinities.
+# A pair of bfloat16 ($1) to a pair of float16 ($0).
 _BF16_TO_FP16_ASM = gl.constexpr("""{
 .reg .b32 a, b;
 shl.b32 a, $1, 16;
