@@ -10,8 +10,9 @@ values do. So scores and accumulators have the heads in their columns:
 
 Keys and values are the same tile of shared memory, which holds every KV row once
 as 16-bit numbers. Gluon, other than Triton, lets a kernel say which memory holds
-what and when its copies start: 16-bit rows are copied there one tile ahead; fp8
-rows wait in registers, packed, and are decoded on their way.
+what and when its copies start: 16-bit rows are copied there one tile ahead or, with
+one buffer, while the SM's other program computes; fp8 rows wait in registers,
+packed, and are decoded on their way.
 """
 
 import torch
