@@ -194,6 +194,17 @@ def test_scores_beyond_the_range_of_float16(interpreter):
     interpreter.submit(check_large_scores).result()
 
 
+def check_configurations() -> None:
+    c = configs()
+    for kv_format in c.KVFormat:
+        for heads in (8, 64):
+            assert not any(config.wgmma for config in c.get_reachable_configs(heads, kv_format, (9, 0)))
+
+
+def test_the_interpreter_gets_no_kernel_in_gluon(interpreter):
+    interpreter.submit(check_configurations).result()
+
+
 def check_given_workspace(num_tokens: int) -> None:
     """Scratch that holds NaN, and too many rows for this launch."""
     num_heads, num_topk, num_sms = 20, 96, 24

@@ -203,6 +203,20 @@ def _store_decoded(
 
 
 @gluon.jit
+def _query_rows(
+    group, head_block, num_tokens, num_heads, GROUP: gl.constexpr,
+    BLOCK_H: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Return token, head and whether they exist, for each row of the query tile."""
+    # A row of the query is a head of a token of the group.
+    HEADS_PER_BLOCK: gl.constexpr = BLOCK_H // GROUP
+    offs_h = gl.arange(0, BLOCK_H, layout=layout)
+    token = group * GROUP + offs_h // HEADS_PER_BLOCK
+    head = head_block * HEADS_PER_BLOCK + offs_h % HEADS_PER_BLOCK
+    return token, head, (head < num_heads) & (token < num_tokens)
+
+
+@gluon.jit
 def _load_query(
     q_ptr, stride0, stride1, token, head, mask, WIDTH: gl.constexpr,
     DTYPE: gl.constexpr, layout: gl.constexpr,
@@ -220,18 +234,19 @@ def _load_query(
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_heads", "list_width"])
 def sparse_mla_wgmma_kernel(
-    q_nope_ptr,  # fp16/bf16 [T, H, 512], unit last stride
-    q_pe_ptr,  # fp16/bf16 [T, H, 64], unit last stride; unread without HAS_ROPE
-    kv_ptr,  # [rows, KV_STRIDE], as KV_FORMAT says; bytes unless 16-bit
-    lists_ptr,  # int32 [T / GROUP, list_width]: rows of kv, or entries of unions
-    counts_ptr,  # int32 [T / GROUP], used entries of each list
-    kv_scale_ptr,  # fp32 scalar, the scale of the whole cache; read for FP8 only
-    out_ptr,  # fp16/bf16 [T, H, 512], or fp32 [T, H, splits, 512]
-    lse_ptr,  # fp32 [T, H, splits], natural log
-    sm_scale,  # fp32
-    num_tokens,  # T
-    num_heads,  # H
-    list_width,  # K, or 2 K for unions
+    # The arguments of `sparse_mla_kernel`; see there.
+    q_nope_ptr,
+    q_pe_ptr,
+    kv_ptr,
+    lists_ptr,
+    counts_ptr,
+    kv_scale_ptr,
+    out_ptr,
+    lse_ptr,
+    sm_scale,
+    num_tokens,
+    num_heads,
+    list_width,
     q_nope_stride0,
     q_nope_stride1,
     q_pe_stride0,
@@ -298,11 +313,15 @@ def sparse_mla_wgmma_kernel(
         packed_entries = entries
     entries = _load_entries(row_list, start + BLOCK_N, end, ROWS)
 
-    # A row of the query is a head of a token of the group.
-    offs_h = gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, COPY))
-    token = group * GROUP + offs_h // HEADS_PER_BLOCK
-    head = head_block * HEADS_PER_BLOCK + offs_h % HEADS_PER_BLOCK
-    mask_q = (head < num_heads) & (token < num_tokens)
+    token, head, mask_q = _query_rows(
+        group,
+        head_block,
+        num_tokens,
+        num_heads,
+        GROUP,
+        BLOCK_H,
+        gl.SliceLayout(1, COPY),
+    )
     q = _load_query(
         q_nope_ptr, q_nope_stride0, q_nope_stride1, token, head, mask_q,
         _RANK, DTYPE, COPY,
@@ -443,10 +462,9 @@ def sparse_mla_wgmma_kernel(
     lse = (row_max + gl.log2(row_sum)) * _LOGE2
     lse = gl.where(is_empty, float("-inf"), lse)
 
-    offs_h = gl.arange(0, BLOCK_H, layout=SCORE_HEADS)
-    token = group * GROUP + offs_h // HEADS_PER_BLOCK
-    head = head_block * HEADS_PER_BLOCK + offs_h % HEADS_PER_BLOCK
-    mask_h = (head < num_heads) & (token < num_tokens)
+    token, head, mask_h = _query_rows(
+        group, head_block, num_tokens, num_heads, GROUP, BLOCK_H, SCORE_HEADS
+    )
     out_rows = (token * num_heads + head) * num_splits + split
     gl.store(lse_ptr + out_rows, lse, mask=mask_h)
 

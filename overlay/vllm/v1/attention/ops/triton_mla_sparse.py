@@ -514,8 +514,9 @@ def sparse_mla_attention(
         kv: one row per cached token, told apart by dtype and width: [rows, 576]
             (512 for NoPE) in the query's dtype; the same in e4m3, or its bytes;
             or [rows, 656] bytes of fp8_ds_mla, whose scales must be powers of
-            two up to 2^7, as vLLM writes them, and whose RoPE values are unread
-            in NoPE models. The row stride may be larger.
+            two up to 2^7, as vLLM writes them (below 2^-24 they may count as 0),
+            and whose RoPE values are unread in NoPE models. The row stride may be
+            larger.
         topk: int32 [T, K], contiguous: row numbers in kv, used ones first.
             Entries below 0 are skipped.
         valid_count: int32 [T], how many entries of each topk row are used.
