@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import peers, timing, workload
+from benchmarks import occupancy, peers, timing, workload
 from benchmarks.compiling import in_processes
 from benchmarks.workload import (
     DTYPES,
@@ -126,7 +126,7 @@ class Benchmark:
 
     def measure(self, shape: Shape, pool: Pool) -> list[dict[str, Any]]:
         """Return a row for this GPU's own configuration and for each of the other GPUs'."""
-        from benchmarks.kernels import attend, describe
+        from benchmarks.kernels import attend, attention, describe
 
         lists = self.lists.of(shape)
         inputs = workload.make_inputs(shape, pool, lists)
@@ -138,23 +138,20 @@ class Benchmark:
         floor, bound = self._floor(shape, pool, lists)
 
         rows: list[dict[str, Any]] = []
-        times: dict[tuple[Any, int], tuple[float, float]] = {}  # GPUs may share a configuration
         for capability in capabilities():
             config, num_splits = configure(shape, capability)
-            if (config, num_splits) not in times:
-                try:
-                    call = partial(attend, config=config, num_splits=num_splits, is_prefill=shape.is_prefill)
-                    out = call(inputs[0])
-                    error = check("sparse_mla_attention", out[tokens.to("cuda")], expected, TOLERANCE[shape.dtype])
-                    if witness is not None:
-                        check("sparse_mla_attention against native", out, witness, 2 * TOLERANCE[shape.dtype])
-                    del out
+            try:
+                call = partial(attend, config=config, num_splits=num_splits, is_prefill=shape.is_prefill)
+                out = call(inputs[0])
+                error = check("sparse_mla_attention", out[tokens.to("cuda")], expected, TOLERANCE[shape.dtype])
+                if witness is not None:
+                    check("sparse_mla_attention against native", out, witness, 2 * TOLERANCE[shape.dtype])
+                del out
+                with occupancy.programs_as_on(capability, attention.attention_launcher(config).kernel):
                     us = timing.graph_time([partial(call, one) for one in inputs])
-                except Exception as problem:
-                    self._fail(f"{shape} as on {capability}: {problem}")
-                    continue
-                times[config, num_splits] = us, error
-            us, error = times[config, num_splits]
+            except Exception as problem:
+                self._fail(f"{shape} as on {capability}: {problem}")
+                continue
             rows.append(
                 self._row(shape, capability, us)
                 | {

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import timing, workload
+from benchmarks import occupancy, timing, workload
 from benchmarks.compiling import in_processes
 from benchmarks.config_table import FORMATS, KINDS, Candidate, Cell, choose, merge, render, with_rows, write
 from benchmarks.workload import DTYPES, NUM_ROWS, NUM_TOPK, TOLERANCE, Lists, Pool, Shape, relative_error
@@ -68,10 +68,8 @@ VARIANTS = {
     "16-bit": [("bfloat16", "16-bit"), ("float16", "16-bit")],
     "fp8": [(dtype, kv) for kv in ("fp8_ds_mla", "fp8_e4m3") for dtype in DTYPES],
 }
-#: The shared memory of SM86, SM89, SM120 and SM121, in bytes: of a program, and of an SM, of which each program
-#: takes 1 KB more than it asks for.
+#: The shared memory that a program may have on SM86, SM89, SM120 and SM121, in bytes.
 SMALL_SHARED = 101_376
-SMALL_SM_SHARED = 102_400
 #: The default rows are those of SM120; from 64 rows on, SM90 would run them on instructions that SM120 lacks.
 DEFAULT_CAPABILITY = (12, 0)
 DEFAULT_MAX_BLOCK_H = 32
@@ -201,7 +199,7 @@ def fitting(trials: Sequence[Trial], sm_shared: int) -> dict[Candidate, int]:
     for done, (trial, outcome) in enumerate(in_processes(try_kernel, trials), start=1):
         print(f"{done}/{len(trials)} {trial.kernel}: {outcome.reason or 'ok'}", flush=True)
         if not outcome.reason:
-            usable[trial.kernel] = sm_shared // (outcome.shared + 1024)
+            usable[trial.kernel] = occupancy.programs_per_sm(outcome.shared, sm_shared)
     return usable
 
 
@@ -234,7 +232,7 @@ class Tuner:
         `kernels` says how many programs of each an SM may run.
         """
         runs = [
-            Run(shape, workload.make_inputs(shape, self.pool, self.lists.of(shape)))
+            Run(shape, workload.make_inputs(shape, self.pool, self.lists.of(shape)), self.capability)
             for shape in self.shapes(kind, cell)
         ]
 
@@ -274,10 +272,11 @@ class Tuner:
 
 
 class Run:
-    """One shape with its inputs and what is right for them."""
+    """One shape with its inputs and what is right for them, on a GPU like one of `capability`."""
 
-    def __init__(self, shape: Shape, inputs: list[Inputs]) -> None:
+    def __init__(self, shape: Shape, inputs: list[Inputs], capability: tuple[int, int]) -> None:
         self.shape = shape
+        self.capability = capability
         self.inputs = inputs
         tokens = workload.some_tokens(shape.tokens)
         self.tokens = tokens.to(inputs[0].topk.device)
@@ -290,13 +289,14 @@ class Run:
             RuntimeError: the result is wrong, or the launch fails.
 
         """
-        from benchmarks.kernels import attend
+        from benchmarks.kernels import attend, attention
 
         call = partial(attend, config=config, num_splits=num_splits, is_prefill=self.shape.is_prefill)
         error = relative_error(call(self.inputs[0])[self.tokens], self.expected)
         if not error <= TOLERANCE[self.shape.dtype]:
             raise RuntimeError(f"wrong result, error {error:.1e}")
-        return timing.graph_time([partial(call, one) for one in self.inputs], replays=replays)
+        with occupancy.programs_as_on(self.capability, attention.attention_launcher(config).kernel):
+            return timing.graph_time([partial(call, one) for one in self.inputs], replays=replays)
 
 
 def tune_format(kv_format: str, args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
@@ -316,8 +316,8 @@ def tune_format(kv_format: str, args: argparse.Namespace) -> dict[str, list[dict
         return Trial(kernel, kv_format, tuple(variants), capability, args.max_shared)
 
     print(f"{kv_format}: compiling and checking {len(kernels)} kernels", flush=True)
-    properties = torch.cuda.get_device_properties(0)
-    sm_shared = SMALL_SM_SHARED if args.max_shared else properties.shared_memory_per_multiprocessor
+    own_sm_shared = torch.cuda.get_device_properties(0).shared_memory_per_multiprocessor
+    sm_shared = occupancy.SM_SHARED.get(capability, own_sm_shared)
     usable = fitting([trial(kernel, VARIANTS[kv_format][:1]) for kernel in kernels], sm_shared)
     print(f"{kv_format}: {len(usable)} of {len(kernels)} after {time.monotonic() - start:.0f} s; timing", flush=True)
 

@@ -81,7 +81,7 @@ def test_registers_that_spill_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert tune.small_gpu_usage(None, metadata) == (stack + local, 4)
 
 
-@pytest.mark.parametrize(("sm_shared", "fits"), [(tune.SMALL_SM_SHARED, [4, 1, 2]), (233_472, [9, 2, 5])])
+@pytest.mark.parametrize(("sm_shared", "fits"), [(102_400, [4, 1, 2]), (233_472, [9, 2, 5])])
 def test_an_sm_runs_as_many_programs_as_its_shared_memory_holds(
     monkeypatch: pytest.MonkeyPatch, sm_shared: int, fits: list[int]
 ) -> None:
