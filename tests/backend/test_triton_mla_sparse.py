@@ -154,11 +154,12 @@ def check_head_count_under_dcp(dcp_size: int) -> None:
     expected = {
         "num_heads": NUM_HEADS * dcp_size,
         "num_topk": NUM_TOPK,
+        "dtype": torch.float16,
         "kv_format": KVFormat.FP8,
         "capability": (12, 0),
     }
     specs.assert_called_once_with(max_num_tokens=MAX_TOKENS, num_sms=NUM_SMS, **expected)
-    warmup.assert_called_once_with(dtype=torch.float16, has_rope=True, **expected)
+    warmup.assert_called_once_with(has_rope=True, **expected)
     assert impl.need_to_return_lse_for_decode == (dcp_size > 1)
     assert impl.lse_base_on_e
 

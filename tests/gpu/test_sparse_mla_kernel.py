@@ -164,7 +164,7 @@ def test_scratch_may_hold_anything(kernels, configs):
     """Launches of several sizes, one after the other, through the scratch that the backend reserves."""
     capability = torch.cuda.get_device_capability()
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    specs = configs.get_workspace_specs(1000, 8, 512, num_sms, configs.KVFormat.MODEL, capability)
+    specs = configs.get_workspace_specs(1000, 8, 512, num_sms, torch.float16, configs.KVFormat.MODEL, capability)
     workspace = [torch.full(shape, -1, dtype=dtype, device="cuda") for shape, dtype in specs]
     for scratch in workspace[:2]:
         scratch.fill_(float("nan"))
@@ -226,8 +226,8 @@ def test_graph_replay_follows_new_indices_and_lengths(kernels, configs):
     captured = gpu_inputs([2048] * 4, 8, torch.float16)
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     capability = torch.cuda.get_device_capability()
-    specs = configs.get_workspace_specs(4, 8, NUM_TOPK, num_sms, configs.KVFormat.MODEL, capability)
-    workspace = [torch.full(shape, float("nan"), device="cuda") for shape, _ in specs[:2]]
+    specs = configs.get_workspace_specs(4, 8, NUM_TOPK, num_sms, torch.float16, configs.KVFormat.MODEL, capability)
+    workspace = [torch.full(shape, float("nan"), dtype=dtype, device="cuda") for shape, dtype in specs[:2]]
 
     attention(kernels, captured, workspace=workspace)
     graph = torch.cuda.CUDAGraph()

@@ -14,17 +14,17 @@ from tests.kernels.overlay import OVERLAY, load_overlay
 
 TABLE = json.loads((OVERLAY / "vllm/v1/attention/ops/triton_mla_sparse_configs.json").read_text())
 TILE = ("block_h", "block_n", "num_warps", "num_stages", "group", "wgmma", "maxnreg")
-# format of the table -> name -> KV format, model dtype, output dtype, RoPE width
+# format of the table -> name -> KV format, model dtype, RoPE width
 VARIANTS = {
     "16-bit": {
-        "fp16-split": ("16-bit", "fp16", "fp32", 64),
-        "bf16-direct": ("16-bit", "bf16", "bf16", 64),
-        "fp16-nope": ("16-bit", "fp16", "fp16", 0),
+        "fp16": ("16-bit", "fp16", 64),
+        "bf16": ("16-bit", "bf16", 64),
+        "fp16-nope": ("16-bit", "fp16", 0),
     },
     "fp8": {
-        "fp16-ds-split": ("fp8_ds_mla", "fp16", "fp32", 64),
-        "bf16-ds-direct": ("fp8_ds_mla", "bf16", "bf16", 64),
-        "bf16-e4m3-split": ("fp8_e4m3", "bf16", "fp32", 64),
+        "fp16-ds": ("fp8_ds_mla", "fp16", 64),
+        "bf16-ds": ("fp8_ds_mla", "bf16", 64),
+        "bf16-e4m3": ("fp8_e4m3", "bf16", 64),
     },
 }
 ASYNC_COPY = r"cp\.async\.cg\.shared\.global [^;]*, 0x10,"
@@ -73,7 +73,7 @@ def kernels():
 
 
 def compile_attention(arch: int, table_format: str, variant: str, tile: tuple) -> Binary:
-    kv_format, dtype, out_dtype, rope_dim = VARIANTS[table_format][variant]
+    kv_format, dtype, rope_dim = VARIANTS[table_format][variant]
     config: dict[str, Any] = dict(zip(TILE, tile, strict=True))
     if config["wgmma"]:
         kernel = load_overlay("vllm.v1.attention.ops.gluon_mla_sparse").sparse_mla_wgmma_kernel
@@ -91,7 +91,7 @@ def compile_attention(arch: int, table_format: str, variant: str, tile: tuple) -
             "lists_ptr": "*i32",
             "counts_ptr": "*i32",
             "kv_scale_ptr": "*fp32",
-            "out_ptr": f"*{out_dtype}",
+            "out_ptr": f"*{dtype}",
             "lse_ptr": "*fp32",
         },
         scalars={
@@ -110,7 +110,7 @@ def compile_attention(arch: int, table_format: str, variant: str, tile: tuple) -
             "HAS_ROPE": rope_dim > 0,
             "GROUP": config["group"],
             "BLOCK_H": config["block_h"],
-            "LAUNCH_PDL": out_dtype == "fp32" and arch >= 90,
+            "LAUNCH_PDL": arch >= 90,
             **tiles,
         },
         num_warps=config["num_warps"],
@@ -124,7 +124,7 @@ def compile_merge(arch: int) -> Binary:
         kernels().merge_splits_kernel,
         arch,
         pointers={
-            "partial_out_ptr": "*fp32",
+            "partial_out_ptr": "*fp16",
             "partial_lse_ptr": "*fp32",
             "out_ptr": "*fp16",
             "lse_ptr": "*fp32",

@@ -213,7 +213,7 @@ def check_given_workspace(num_tokens: int) -> None:
     config = c.get_config(num_tokens, num_heads, c.KVFormat.MODEL, (12, 0))
     num_splits = c.get_num_splits(num_tokens, num_heads, num_topk, config, num_sms)
     assert num_splits > 1
-    specs = c.get_workspace_specs(8, num_heads, num_topk, num_sms, c.KVFormat.MODEL, (12, 0))
+    specs = c.get_workspace_specs(8, num_heads, num_topk, num_sms, inputs.q_nope.dtype, c.KVFormat.MODEL, (12, 0))
     workspace = [torch.full(shape, float("nan"), dtype=dtype) for shape, dtype in specs]
     assert_matches_reference(*attention(inputs, num_splits, config=config, workspace=workspace), inputs)
 
@@ -300,7 +300,9 @@ def check_split_policy(num_sms: int) -> None:
         (32, 2000, c.KVFormat.FP8),
         (128, 512, c.KVFormat.MODEL),
     ]:
-        num_partials = c.get_workspace_specs(700, num_heads, num_topk, num_sms, kv_format, (12, 0))[0][0][0]
+        num_partials = c.get_workspace_specs(700, num_heads, num_topk, num_sms, torch.float16, kv_format, (12, 0))[0][
+            0
+        ][0]
         # Partial results stay below 4 launches that fill the GPU.
         assert num_partials <= 4 * 4 * num_sms * 128
         # The rest of a long prefill may be of any size, with the prefill's configuration.

@@ -48,8 +48,7 @@ from vllm.v1.attention.ops.triton_mla_sparse_config import KVFormat, SparseMLACo
 # The rows of a matrix instruction.
 BLOCK_N = gl.constexpr(64)
 
-# Four e4m3 bytes ($2) to two pairs of float16 ($0, $1), times the factor of their
-# row, which $3 holds twice.
+# Four e4m3 bytes ($2) to two pairs of float16 ($0, $1), times a pair of factors.
 _DECODE_ASM = gl.constexpr("""{
 .reg .b16 a, b;
 .reg .b32 c, d;
@@ -59,6 +58,9 @@ cvt.rn.f16x2.e4m3x2 d, b;
 mul.rn.f16x2 $0, c, $3;
 mul.rn.f16x2 $1, d, $3;
 }""")
+# A float32 to a pair of the same float16, and the pair of 1.
+_TWICE_ASM = gl.constexpr("cvt.rn.f16x2.f32 $0, $1, $1;")
+_TWICE_ONE = gl.constexpr(0x3C003C00)
 # A pair of bfloat16 ($1) to a pair of float16 ($0).
 _BF16_TO_FP16_ASM = gl.constexpr("""{
 .reg .b32 a, b;
@@ -72,11 +74,45 @@ _QUERY_FACTOR = gl.constexpr(0.0625)
 _MAX_FP16 = gl.constexpr(65504.0)
 
 
+@gluon.constexpr_function
+def _output_layout(block_h, num_warps):
+    """Return how threads store [512, block_h] values of the output: 16 bytes each.
+
+    A matrix instruction leaves a thread with single values of a head. Only threads
+    of the same warp have to exchange theirs: every warp keeps its rows.
+    """
+    warps = num_warps.bit_length() - 1
+    rows = [[1 << bit, 0] for bit in range(9)]
+    heads = [[0, 1 << bit] for bit in range(block_h.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=rows[:3] + rows[4 + warps :] + heads[4:],
+        lane_bases=[rows[3], *heads[:4]],
+        warp_bases=rows[4 : 4 + warps],
+        block_bases=[],
+        shape=[512, block_h],
+    )
+
+
+@gluon.jit
+def _pdl(INSTRUCTION: gl.constexpr):
+    """Run an instruction of programmatic dependent launch. Gluon has none yet."""
+    gl.inline_asm_elementwise(
+        INSTRUCTION, "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 @gluon.jit
 def _load_entries(row_list, start, end, layout: gl.constexpr):
     """Return a tile of a list, -1 from `end` on."""
     offs = start + gl.arange(0, BLOCK_N, layout=layout)
     return gl.load(row_list + offs, mask=offs < end, other=-1)
+
+
+@gluon.jit
+def _part(count, num_splits, split):
+    """Return where a split of a list starts and ends: whole tiles, but the last."""
+    size = gl.cdiv(gl.cdiv(count, num_splits), BLOCK_N) * BLOCK_N
+    return split * size, gl.minimum((split + 1) * size, count)
 
 
 @gluon.jit
@@ -144,9 +180,11 @@ def _load_packed(
 
 
 @gluon.jit
-def _decode(words, factor):
-    """Return [N, 2 M] pairs of float16 for [N, M] words of four e4m3 values."""
-    twice = factor.to(gl.float16).to(gl.uint16, bitcast=True).to(gl.uint32) * 0x10001
+def _decode(words, twice):
+    """Return [N, 2 M] pairs of float16 for [N, M] words of four e4m3 values.
+
+    `twice` [N] is the factor of each row, as a pair of float16.
+    """
     low, high = gl.inline_asm_elementwise(
         _DECODE_ASM,
         "=r,=r,r,r",
@@ -156,6 +194,33 @@ def _decode(words, factor):
         pack=1,
     )
     return gl.reshape(gl.join(low, high), [words.shape[0], 2 * words.shape[1]])
+
+
+@gluon.jit
+def _load_scales(
+    kv_ptr, entries, KV_STRIDE: gl.constexpr, GROUP: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Return the four scales of fp8_ds_mla rows as pairs of float16, each [N]."""
+    # A thread loads the 16 bytes of a row at once and converts them for others.
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
+    entries = gl.convert_layout(entries, gl.SliceLayout(1, WHOLE))
+    scales = kv_ptr.to(gl.pointer_type(gl.float32), bitcast=True)
+    ptr = _row_ptr(scales, entries, KV_STRIDE // 4, GROUP)[:, None] + _SCALES // 4
+    ptr += gl.arange(0, 4, layout=gl.SliceLayout(0, WHOLE))[None, :]
+    four = gl.load(ptr, mask=(entries >= 0)[:, None], other=0.0)
+    twice = gl.inline_asm_elementwise(
+        _TWICE_ASM, "=r,r", [four], dtype=gl.int32, is_pure=True, pack=1
+    )
+    even, odd = gl.split(gl.reshape(twice, [BLOCK_N, 2, 2]))
+    twice0, twice2 = gl.split(even)
+    twice1, twice3 = gl.split(odd)
+    return (
+        gl.convert_layout(twice0, layout),
+        gl.convert_layout(twice1, layout),
+        gl.convert_layout(twice2, layout),
+        gl.convert_layout(twice3, layout),
+    )
 
 
 @gluon.jit
@@ -173,28 +238,24 @@ def _store_decoded(
     """Store what `_load_packed` returned as float16 [64, 512] and [64, 64]."""
     tile0, tile1, tile2, tile3, raw = packed
     if KV_FORMAT == _FP8:
-        factor0 = gl.full([BLOCK_N], 1.0, gl.float32, entries.type.layout)
-        factor1, factor2, factor3 = factor0, factor0, factor0
+        twice0 = gl.full([BLOCK_N], _TWICE_ONE, gl.int32, entries.type.layout)
+        twice1, twice2, twice3 = twice0, twice0, twice0
     else:
         # Beside the RoPE values, which have brought them into L1: waiting in
         # registers as well, they would not fit there.
-        scales = kv_ptr.to(gl.pointer_type(gl.float32), bitcast=True)
-        scale_ptr = _row_ptr(scales, entries, KV_STRIDE // 4, GROUP) + _SCALES // 4
-        used = entries >= 0
-        factor0 = gl.load(scale_ptr, mask=used, other=0.0)
-        factor1 = gl.load(scale_ptr + 1, mask=used, other=0.0)
-        factor2 = gl.load(scale_ptr + 2, mask=used, other=0.0)
-        factor3 = gl.load(scale_ptr + 3, mask=used, other=0.0)
+        twice0, twice1, twice2, twice3 = _load_scales(
+            kv_ptr, entries, KV_STRIDE, GROUP, entries.type.layout
+        )
     in_words: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     out = latent._reinterpret(gl.int32, [BLOCK_N, _RANK // 2], in_words)
-    out.slice(0, _TILE // 2, 1).store(_decode(tile0, factor0))
-    out.slice(_TILE // 2, _TILE // 2, 1).store(_decode(tile1, factor1))
-    out.slice(2 * _TILE // 2, _TILE // 2, 1).store(_decode(tile2, factor2))
-    out.slice(3 * _TILE // 2, _TILE // 2, 1).store(_decode(tile3, factor3))
+    out.slice(0, _TILE // 2, 1).store(_decode(tile0, twice0))
+    out.slice(_TILE // 2, _TILE // 2, 1).store(_decode(tile1, twice1))
+    out.slice(2 * _TILE // 2, _TILE // 2, 1).store(_decode(tile2, twice2))
+    out.slice(3 * _TILE // 2, _TILE // 2, 1).store(_decode(tile3, twice3))
     if HAS_ROPE:
         out = rope._reinterpret(gl.int32, [BLOCK_N, _ROPE // 2], in_words)
         if KV_FORMAT == _FP8:
-            out.store(_decode(raw, factor0))
+            out.store(_decode(raw, twice0))
         else:
             pairs = gl.inline_asm_elementwise(
                 _BF16_TO_FP16_ASM, "=r,r", [raw], dtype=gl.int32, is_pure=True, pack=1
@@ -291,16 +352,26 @@ def sparse_mla_wgmma_kernel(
     split = gl.program_id(1)
     num_splits = gl.num_programs(1)
 
-    count = gl.minimum(gl.load(counts_ptr + group), list_width)
-    part = gl.cdiv(gl.cdiv(count, num_splits), BLOCK_N) * BLOCK_N
-    start = split * part
-    end = gl.minimum(start + part, count)
+    if LAUNCH_PDL:
+        # What wrote the query may still run.
+        _pdl("griddepcontrol.wait; // $0")
     row_list = lists_ptr + group * list_width
+    count = gl.load(counts_ptr + group)
+    if BLOCK_H <= 32:
+        start, end = _part(gl.minimum(count, list_width), num_splits, split)
+        entries = _load_entries(row_list, start, end, ROWS)
+    else:
+        # Alone on its SM, a program has its start hidden by no other: it does not
+        # wait for the count of a list that is full.
+        start, end = _part(list_width, num_splits, split)
+        entries = _load_entries(row_list, start, end, ROWS)
+        if count < list_width:
+            start, end = _part(count, num_splits, split)
+            entries = _load_entries(row_list, start, end, ROWS)
 
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     latent = gl.allocate_shared_memory(DTYPE, [NUM_BUFFERS, BLOCK_N, _RANK], shared)
     rope = gl.allocate_shared_memory(DTYPE, [NUM_BUFFERS, BLOCK_N, _ROPE], shared)
-    entries = _load_entries(row_list, start, end, ROWS)
     if KV_FORMAT == _MODEL:
         _copy_rows(
             kv_ptr, entries, latent.index(0), rope.index(0),
@@ -352,16 +423,21 @@ def sparse_mla_wgmma_kernel(
     sums = gl.zeros([BLOCK_N, BLOCK_H], gl.float32, SCORES)
     zeros = gl.zeros([BLOCK_N, BLOCK_H], gl.float32, SCORES)
 
+    # Few heads wait for copies, which start as soon as a buffer is free. Many are
+    # bound by the products: the copy of the next tile starts beside the scores.
+    LATE: gl.constexpr = BLOCK_H > 32 and NUM_BUFFERS > 1
+
     buffer = 0
     for n in range(start, end, BLOCK_N):
         keys = _load_entries(row_list, n, end, SCORE_KEYS)
         keys_latent = latent.index(buffer)
         keys_rope = rope.index(buffer)
-        if KV_FORMAT == _MODEL:
+        if LATE:
+            async_copy.wait_group(0)
+        elif KV_FORMAT == _MODEL:
             if NUM_BUFFERS > 1:
-                buffer = (buffer + 1) % NUM_BUFFERS
                 _copy_rows(
-                    kv_ptr, entries, latent.index(buffer), rope.index(buffer),
+                    kv_ptr, entries, latent.index(1 - buffer), rope.index(1 - buffer),
                     KV_STRIDE, GROUP, HAS_ROPE, COPY,
                 )  # fmt: skip
                 entries = _load_entries(row_list, n + 2 * BLOCK_N, end, ROWS)
@@ -406,6 +482,12 @@ def sparse_mla_wgmma_kernel(
                 scores = warpgroup_mma(
                     keys_rope, q_pe.permute((1, 0)), scores, is_async=True
                 )
+            if LATE:
+                _copy_rows(
+                    kv_ptr, entries, latent.index(1 - buffer), rope.index(1 - buffer),
+                    KV_STRIDE, GROUP, HAS_ROPE, COPY,
+                )  # fmt: skip
+                entries = _load_entries(row_list, n + 2 * BLOCK_N, end, ROWS)
             scores = warpgroup_mma_wait(0, deps=(scores,))
 
         allowed = (keys >= 0)[:, None]
@@ -440,18 +522,12 @@ def sparse_mla_wgmma_kernel(
                 KV_STRIDE, GROUP, HAS_ROPE, COPY,
             )  # fmt: skip
             entries = _load_entries(row_list, n + 2 * BLOCK_N, end, ROWS)
+        buffer = (buffer + 1) % NUM_BUFFERS
     if KV_FORMAT == _MODEL:
         async_copy.wait_group(0)
 
     if LAUNCH_PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0",
-            "=r",
-            [],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        _pdl("griddepcontrol.launch_dependents; // $0")
 
     # A token without rows gives (0, -inf), the identity of the merge.
     row_sum = gl.sum(sums, 0)
@@ -469,11 +545,15 @@ def sparse_mla_wgmma_kernel(
     gl.store(lse_ptr + out_rows, lse, mask=mask_h)
 
     norm = gl.convert_layout(norm, VALUE_HEADS)
-    out_rows = gl.convert_layout(gl.where(mask_h, out_rows, -1), VALUE_HEADS)
-    offs_d = gl.arange(0, _RANK, layout=gl.SliceLayout(1, VALUES))
-    out = out_ptr + out_rows[None, :] * _RANK + offs_d[:, None]
     value = (acc * norm[None, :]).to(out_ptr.dtype.element_ty)
-    gl.store(out, value, mask=(out_rows >= 0)[None, :])
+    OUT: gl.constexpr = _output_layout(BLOCK_H, WARPS)
+    token, head, mask_h = _query_rows(
+        group, head_block, num_tokens, num_heads, GROUP, BLOCK_H, gl.SliceLayout(0, OUT)
+    )
+    out_rows = (token * num_heads + head) * num_splits + split
+    offs_d = gl.arange(0, _RANK, layout=gl.SliceLayout(1, OUT))
+    out = out_ptr + out_rows[None, :] * _RANK + offs_d[:, None]
+    gl.store(out, gl.convert_layout(value, OUT), mask=mask_h[None, :])
 
 
 @triton_kernel_dispatcher_with_warmup(

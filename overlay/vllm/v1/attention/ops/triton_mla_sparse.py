@@ -66,6 +66,20 @@ _FP8 = tl.constexpr(KVFormat.FP8.value)
 
 
 @triton.jit
+def _part(count, num_splits, split, BLOCK_N: tl.constexpr):
+    """Return where a split of a list starts and ends: whole tiles, but the last."""
+    size = tl.cdiv(tl.cdiv(count, num_splits), BLOCK_N) * BLOCK_N
+    return split * size, tl.minimum((split + 1) * size, count)
+
+
+@triton.jit
+def _load_entries(row_list, start, end, BLOCK_N: tl.constexpr):
+    """Return a tile of a list, -1 from `end` on."""
+    offs = start + tl.arange(0, BLOCK_N)
+    return tl.load(row_list + offs, mask=offs < end, other=-1)
+
+
+@triton.jit
 def _load_latent(
     row_ptr,  # [N], start of each KV row
     used,  # bool [N]
@@ -117,7 +131,7 @@ def sparse_mla_kernel(
     lists_ptr,  # int32 [T / GROUP, list_width]: rows of kv, or entries of unions
     counts_ptr,  # int32 [T / GROUP], used entries of each list
     kv_scale_ptr,  # fp32 scalar, the scale of the whole cache; read for FP8 only
-    out_ptr,  # fp16/bf16 [T, H, 512], or fp32 [T, H, splits, 512]
+    out_ptr,  # fp16/bf16 [T, H, splits, 512]
     lse_ptr,  # fp32 [T, H, splits], natural log
     sm_scale,  # fp32
     num_tokens,  # T
@@ -146,19 +160,15 @@ def sparse_mla_kernel(
     split = tl.program_id(1)
     num_splits = tl.num_programs(1)
 
-    # Whole tiles of the used entries, in equal parts; the last may be short.
-    count = tl.minimum(tl.load(counts_ptr + group), list_width)
-    part = tl.cdiv(tl.cdiv(count, num_splits), BLOCK_N) * BLOCK_N
-    start = split * part
-    end = tl.minimum(start + part, count)
-
+    if LAUNCH_PDL:
+        # What wrote the query may still run.
+        tl.extra.cuda.gdc_wait()
     # The indices are loaded one iteration ahead, so that the KV loads of an
     # iteration do not wait for them and the pipeliner can overlap them.
-    offs_n = tl.arange(0, BLOCK_N)
     row_list = lists_ptr + group * list_width
-    next_entries = tl.load(
-        row_list + start + offs_n, mask=start + offs_n < end, other=-1
-    )
+    count = tl.load(counts_ptr + group)
+    start, end = _part(tl.minimum(count, list_width), num_splits, split, BLOCK_N)
+    next_entries = _load_entries(row_list, start, end, BLOCK_N)
 
     # A row of the query tile is a head of a token of the group.
     offs_h = tl.arange(0, BLOCK_H)
@@ -194,8 +204,7 @@ def sparse_mla_kernel(
 
     for n in tl.range(start, end, BLOCK_N):
         entries = next_entries
-        next_n = n + BLOCK_N + offs_n
-        next_entries = tl.load(row_list + next_n, mask=next_n < end, other=-1)
+        next_entries = _load_entries(row_list, n + BLOCK_N, end, BLOCK_N)
 
         used = entries >= 0
         if GROUP == 1:
@@ -262,7 +271,7 @@ def sparse_mla_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def merge_splits_kernel(
-    partial_out_ptr,  # fp32 [T * H, num_splits, 512]
+    partial_out_ptr,  # fp16/bf16 [T * H, num_splits, 512]
     partial_lse_ptr,  # fp32 [T * H, num_splits], natural log
     out_ptr,  # fp16/bf16 [T * H, 512]
     lse_ptr,  # fp32 [T * H], natural log
@@ -283,7 +292,7 @@ def merge_splits_kernel(
         tl.extra.cuda.gdc_wait()
     lse = tl.load(partial_lse_ptr + splits, mask=mask_s, other=float("-inf"))
     partial_out = partial_out_ptr + splits[:, None] * _RANK + offs_d[None, :]
-    partial = tl.load(partial_out, mask=mask_s[:, None], other=0.0)
+    partial = tl.load(partial_out, mask=mask_s[:, None], other=0.0).to(tl.float32)
 
     max_lse = tl.max(lse, 0)
     # With no rows at all every difference would be (-inf) - (-inf).
@@ -305,7 +314,7 @@ def attention_warmup_inputs(
     has_rope: bool,
     config: SparseMLAConfig,
 ) -> list[dict[str, Any]]:
-    """Return one launch per compiled variant: splits change only the output."""
+    """Return one launch: splits are compiled alike."""
     if kv_format is KVFormat.MODEL:
         kv = TritonWarmupTensor(dtype, shape=(1, 576 if has_rope else 512))
     elif kv_format is KVFormat.FP8:
@@ -322,15 +331,14 @@ def attention_warmup_inputs(
             "lists": TritonWarmupTensor(torch.int32, shape=(1, 1)),
             "counts": TritonWarmupTensor(torch.int32),
             "kv_scale": TritonWarmupTensor(torch.float32),
-            "out": TritonWarmupTensor(out_dtype),
+            "out": TritonWarmupTensor(dtype),
             "lse": TritonWarmupTensor(torch.float32),
             "sm_scale": 1.0,
-            "num_splits": num_splits,
+            "num_splits": 1,
             "kv_format": kv_format,
             "has_rope": has_rope,
             "config": config,
         }
-        for num_splits, out_dtype in ((1, dtype), (2, torch.float32))
     ]
 
 
@@ -355,7 +363,8 @@ def attention_launch(
         "HAS_ROPE": has_rope,
         "GROUP": config.group,
         "BLOCK_H": config.block_h,
-        "LAUNCH_PDL": config.launch_pdl and num_splits > 1,
+        "LAUNCH_PDL": config.launch_pdl,
+        "launch_pdl": config.launch_pdl,
         "num_warps": config.num_warps,
         "maxnreg": config.maxnreg,
     }
@@ -411,7 +420,7 @@ def _merge_warmup_inputs(dtype: torch.dtype, launch_pdl: bool) -> list[dict[str,
     """Return one launch per compiled variant."""
     return [
         {
-            "partial_out": TritonWarmupTensor(torch.float32),
+            "partial_out": TritonWarmupTensor(dtype),
             "partial_lse": TritonWarmupTensor(torch.float32),
             "out": TritonWarmupTensor(dtype, shape=(1, 1, KV_LORA_RANK)),
             "lse": TritonWarmupTensor(torch.float32),
@@ -581,9 +590,7 @@ def sparse_mla_attention(
         if splits > 1:
             num_rows = part_lse.numel() * splits
             if workspace is None:
-                partial_out = out.new_empty(
-                    (num_rows, KV_LORA_RANK), dtype=torch.float32
-                )
+                partial_out = out.new_empty((num_rows, KV_LORA_RANK))
                 partial_lse = lse.new_empty(num_rows)
             else:
                 partial_out, partial_lse = (s[:num_rows] for s in workspace[:2])

@@ -181,13 +181,16 @@ def get_workspace_specs(
     num_heads: int,
     num_topk: int,
     num_sms: int,
+    dtype: torch.dtype,
     kv_format: KVFormat,
     capability: tuple[int, int],
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return shapes and dtypes of the scratch for up to `max_num_tokens` tokens.
 
     These are the partial outputs and log-sum-exps of the splits and, where a
-    prefill works on unions, those of `get_union_specs`.
+    prefill works on unions, those of `get_union_specs`. Partial outputs have the
+    model's dtype, as the output: small launches would write and read them for a
+    tenth of their time in fp32.
     """
     num_partials = 1  # a workspace of no bytes cannot be reserved
     configs = get_reachable_configs(num_heads, kv_format, capability)
@@ -197,7 +200,7 @@ def get_workspace_specs(
             if splits > 1:
                 num_partials = max(num_partials, num_tokens * num_heads * splits)
     specs = [
-        ((num_partials, 512), torch.float32),
+        ((num_partials, 512), dtype),
         ((num_partials,), torch.float32),
     ]
     if any(config.group > 1 for config in configs):

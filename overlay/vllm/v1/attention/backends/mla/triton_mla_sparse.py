@@ -265,6 +265,7 @@ class TritonMLASparseImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
             # Under DCP every rank attends with the heads of the whole group.
             "num_heads": num_heads * self.dcp_world_size,
             "num_topk": self.topk_indices_buffer.shape[1],
+            "dtype": dtype,
             "kv_format": self.kv_format,
             "capability": (capability.major, capability.minor),
         }
@@ -277,7 +278,7 @@ class TritonMLASparseImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
         # views that would hold on to storage another layer outgrows.
         current_workspace_manager().get_simultaneous(*self.workspace_specs)
         if vllm_config.kernel_config.enable_jit_warmup:
-            register_warmup(dtype=dtype, has_rope=has_rope, **kernel_args)
+            register_warmup(has_rope=has_rope, **kernel_args)
 
     def do_kv_cache_update(
         self,
