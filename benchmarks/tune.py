@@ -38,9 +38,10 @@ TILES = {
     "fp8": [(32, 4, 2), (32, 4, 3), (64, 4, 2), (32, 8, 2), (64, 8, 2), (64, 8, 3), (32, 4, 2, 168)],
 }
 #: The same of the kernel for SM90's matrix instructions, which takes 64 KV rows at a time; fp8 rows wait in registers.
+#: With 128 registers an SM runs two programs of 8 warps.
 WGMMA_TILES = {
-    "16-bit": [(64, 4, 1), (64, 4, 2), (64, 8, 2)],
-    "fp8": [(64, 4, 1), (64, 8, 1)],
+    "16-bit": [(64, 4, 1), (64, 4, 2), (64, 8, 2), (64, 8, 1, 128)],
+    "fp8": [(64, 4, 1), (64, 8, 1), (64, 8, 1, 128)],
 }
 #: Rows of the query tile and tokens per program, by head count.
 QUERY_TILES = {
@@ -87,11 +88,11 @@ def kernels_for(kv_format: str, kind: str, heads: int, *, is_default: bool, is_s
     ]
     if is_sm90 and not is_default:
         candidates += [
-            Candidate(block_h, *tile, programs_per_sm=0, group=group, wgmma=True)
+            Candidate(block_h, *tile[:3], programs_per_sm=0, group=group, maxnreg=(*tile, 0)[3], wgmma=True)
             for block_h, group in query_tiles
             for tile in WGMMA_TILES[kv_format]
-            # Four warps hold the accumulators of 32 rows of the query.
-            if block_h in ((16, 32) if tile[1] == 4 else (16, 32, 64))
+            # Four warps hold the accumulators of 32 rows of the query, eight of 128 registers as well.
+            if block_h in ((16, 32, 64) if tile[1:] in ((8, 1), (8, 2)) else (16, 32))
         ]
     return candidates
 
