@@ -111,6 +111,19 @@ def make_inputs(
     )
 
 
+def join_lists(topk: torch.Tensor, valid_count: torch.Tensor, union: torch.Tensor, count: torch.Tensor) -> None:
+    """Do what the kernel of gluon_union_rows.py does."""
+    for pair in range(len(union)):
+        lists = [topk[token, : valid_count[token]].tolist() for token in (2 * pair, 2 * pair + 1) if token < len(topk)]
+        # A row that a token lists twice counts twice.
+        shared = {row for row in lists[0] if all(one.count(row) == 1 for one in lists) and row >= 0}
+        shared &= set(lists[-1]) if len(lists) == 2 else set()
+        entries = [-1 if row < 0 else row << 2 | (3 if row in shared else 1) for row in lists[0]]
+        entries += [row << 2 | 2 for row in lists[1] if row >= 0 and row not in shared] if len(lists) == 2 else []
+        union[pair, : len(entries)] = torch.tensor(entries, dtype=torch.int32)
+        count[pair] = len(entries)
+
+
 def assert_matches_reference(
     out: torch.Tensor, lse: torch.Tensor, inputs: Inputs, *, out_tolerance: float = 1e-3
 ) -> None:

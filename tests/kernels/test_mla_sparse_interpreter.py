@@ -14,6 +14,7 @@ from tests.kernels.reference import (
     RANK,
     Inputs,
     assert_matches_reference,
+    join_lists,
     make_inputs,
     sparse_mla_reference,
 )
@@ -225,19 +226,6 @@ def test_given_workspace(interpreter, num_tokens):
 
 def pair_config():
     return configs().SparseMLAConfig(16, 32, 4, 2, programs_per_sm=1, group=2)
-
-
-def join_lists(topk: torch.Tensor, valid_count: torch.Tensor, union: torch.Tensor, count: torch.Tensor) -> None:
-    """Do what the kernel of gluon_union_rows.py does, which the interpreter does not know."""
-    for pair in range(len(union)):
-        lists = [topk[token, : valid_count[token]].tolist() for token in (2 * pair, 2 * pair + 1) if token < len(topk)]
-        # A row that a token lists twice counts twice.
-        shared = {row for row in lists[0] if all(one.count(row) == 1 for one in lists) and row >= 0}
-        shared &= set(lists[-1]) if len(lists) == 2 else set()
-        entries = [-1 if row < 0 else row << 2 | (3 if row in shared else 1) for row in lists[0]]
-        entries += [row << 2 | 2 for row in lists[1] if row >= 0 and row not in shared] if len(lists) == 2 else []
-        union[pair, : len(entries)] = torch.tensor(entries, dtype=torch.int32)
-        count[pair] = len(entries)
 
 
 def check_pairs(counts: list[int], num_heads: int, num_splits: int, kv_format: str) -> None:

@@ -234,17 +234,18 @@ def _store_decoded(
     KV_FORMAT: gl.constexpr,
     GROUP: gl.constexpr,
     HAS_ROPE: gl.constexpr,
+    layout: gl.constexpr,
 ):
     """Store what `_load_packed` returned as float16 [64, 512] and [64, 64]."""
     tile0, tile1, tile2, tile3, raw = packed
     if KV_FORMAT == _FP8:
-        twice0 = gl.full([BLOCK_N], _TWICE_ONE, gl.int32, entries.type.layout)
+        twice0 = gl.full([BLOCK_N], _TWICE_ONE, gl.int32, layout)
         twice1, twice2, twice3 = twice0, twice0, twice0
     else:
         # Beside the RoPE values, which have brought them into L1: waiting in
         # registers as well, they would not fit there.
         twice0, twice1, twice2, twice3 = _load_scales(
-            kv_ptr, entries, KV_STRIDE, GROUP, entries.type.layout
+            kv_ptr, entries, KV_STRIDE, GROUP, layout
         )
     in_words: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     out = latent._reinterpret(gl.int32, [BLOCK_N, _RANK // 2], in_words)
@@ -445,7 +446,7 @@ def sparse_mla_wgmma_kernel(
         else:
             _store_decoded(
                 packed, kv_ptr, packed_entries, keys_latent, keys_rope,
-                KV_STRIDE, KV_FORMAT, GROUP, HAS_ROPE,
+                KV_STRIDE, KV_FORMAT, GROUP, HAS_ROPE, ROWS,
             )  # fmt: skip
             packed = _load_packed(
                 kv_ptr, entries, KV_STRIDE, KV_FORMAT, GROUP, HAS_ROPE, PACKED
