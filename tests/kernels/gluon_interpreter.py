@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -102,6 +102,15 @@ class SharedMemory:
         assert value.dtype == self.data.dtype
         self.data.copy_(value)
 
+    def gather(self, indices: torch.Tensor, axis: int) -> torch.Tensor:
+        return self.data.gather(axis, indices.long())
+
+    def scatter(self, values: torch.Tensor, indices: torch.Tensor, axis: int) -> None:
+        self.data.scatter_(axis, indices.long(), values)
+
+    def atomic_scatter_add(self, values: torch.Tensor, indices: torch.Tensor, axis: int, mask: torch.Tensor) -> None:
+        self.data.scatter_add_(axis, indices.long(), values * mask)
+
 
 class Copies:
     """The asynchronous copies of a program."""
@@ -167,6 +176,21 @@ def _allocate(dtype: torch.dtype, shape: list[int], layout: Any, value: torch.Te
     return shared
 
 
+def _scan(value: torch.Tensor, axis: int, combine: Callable[..., torch.Tensor]) -> torch.Tensor:
+    assert value.ndim == 1
+    return torch.stack(list(accumulate(value.unbind(axis), combine)), axis)
+
+
+#: The dtype that torch has and does not divide.
+UINT32 = "uint32"
+_to = torch.Tensor.to
+
+
+def _convert(value: torch.Tensor, dtype: Any) -> torch.Tensor:
+    """Do what the `to` of a tensor does in a kernel: numbers of UINT32 are kept in int64."""
+    return _to(value, torch.int64) & 0xFFFFFFFF if dtype is UINT32 else _to(value, dtype)
+
+
 def _language(program: tuple[int, ...], grid: tuple[int, ...], num_warps: int) -> dict[str, Any]:
     """Return what `gluon.language` holds for a program."""
 
@@ -207,11 +231,13 @@ def _language(program: tuple[int, ...], grid: tuple[int, ...], num_warps: int) -
         "convert_layout": lambda value, layout: value,
         "allocate_shared_memory": _allocate,
         "inline_asm_elementwise": _assembly,
+        "associative_scan": _scan,
         "float16": torch.float16,
         "bfloat16": torch.bfloat16,
         "float32": torch.float32,
         "int32": torch.int32,
         "int64": torch.int64,
+        "uint32": UINT32,
     }
 
 
@@ -230,9 +256,10 @@ class Kernel:
         def launch(num_warps: int, **arguments: Any) -> None:
             given = [arguments[name] for name in self.arg_names]
             given = [Pointer.to_tensor(value) if isinstance(value, torch.Tensor) else value for value in given]
-            for program in product(*(range(size) for size in grid)):
-                self.machine.start(program, grid, num_warps)
-                self.function(*given)
+            with patch.object(torch.Tensor, "to", _convert):
+                for program in product(*(range(size) for size in grid)):
+                    self.machine.start(program, grid, num_warps)
+                    self.function(*given)
 
         return launch
 
