@@ -220,6 +220,7 @@ def _language(program: tuple[int, ...], grid: tuple[int, ...], num_warps: int) -
         "exp2": torch.exp2,
         "log2": torch.log2,
         "max": lambda value, axis: value.amax(axis),
+        "min": lambda value, axis: value.amin(axis),
         "sum": lambda value, axis: value.sum(axis),
         "maximum": both(torch.maximum),
         "minimum": both(torch.minimum),

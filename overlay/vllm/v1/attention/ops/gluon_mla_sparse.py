@@ -202,7 +202,7 @@ def _load_scales(
     layout: gl.constexpr,
 ):  # fmt: skip
     """Return the four scales of fp8_ds_mla rows as pairs of float16, each [N]."""
-    # A thread loads the 16 bytes of a row at once and converts them for others.
+    # The threads of a row all load its 16 bytes at once, and exchange nothing.
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
     entries = gl.convert_layout(entries, gl.SliceLayout(1, WHOLE))
     scales = kv_ptr.to(gl.pointer_type(gl.float32), bitcast=True)
