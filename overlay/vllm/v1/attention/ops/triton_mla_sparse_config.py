@@ -189,8 +189,7 @@ def get_workspace_specs(
 
     These are the partial outputs and log-sum-exps of the splits and, where a
     prefill works on unions, those of `get_union_specs`. Partial outputs have the
-    model's dtype, as the output: small launches would write and read them for a
-    tenth of their time in fp32.
+    model's dtype, as the output: half the bytes of fp32 to write, read and reserve.
     """
     num_partials = 1  # a workspace of no bytes cannot be reserved
     configs = get_reachable_configs(num_heads, kv_format, capability)
