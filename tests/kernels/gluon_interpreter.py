@@ -200,7 +200,7 @@ def _language(program: tuple[int, ...], grid: tuple[int, ...], num_warps: int) -
     def layout(*_: Any, **__: Any) -> None:
         return None
 
-    names = ("NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout", "SliceLayout", "DistributedLinearLayout")
+    names = ("NVMMADistributedLayout", "BlockedLayout", "SliceLayout", "DistributedLinearLayout")
     names += ("NVMMASharedLayout", "SwizzledSharedLayout")
     return dict.fromkeys(names, layout) | {
         "constexpr": lambda value: value,
@@ -220,15 +220,12 @@ def _language(program: tuple[int, ...], grid: tuple[int, ...], num_warps: int) -
         "exp2": torch.exp2,
         "log2": torch.log2,
         "max": lambda value, axis: value.amax(axis),
-        "min": lambda value, axis: value.amin(axis),
         "sum": lambda value, axis: value.sum(axis),
         "maximum": both(torch.maximum),
         "minimum": both(torch.minimum),
         "join": lambda a, b: torch.stack((a, b), -1),
         "split": lambda value: value.unbind(-1),
         "reshape": torch.reshape,
-        "expand_dims": torch.unsqueeze,
-        "broadcast": torch.broadcast_tensors,
         "convert_layout": lambda value, layout: value,
         "allocate_shared_memory": _allocate,
         "inline_asm_elementwise": _assembly,
@@ -288,7 +285,7 @@ class Machine:
         gluon = ModuleType(GLUON)
         gluon.__dict__.update(jit=self.jit, constexpr_function=lambda function: function, language=self.language)
         ampere, hopper, nvidia = (ModuleType(name) for name in ("ampere", "hopper", "nvidia"))
-        ampere.__dict__.update(async_copy=self.copies, mma_v2=_dot)
+        ampere.async_copy = self.copies
         hopper.__dict__.update(
             fence_async_shared=lambda: None,
             warpgroup_mma=_dot,
