@@ -38,7 +38,8 @@ def programs_as_on(capability: tuple[int, int], kernel: Any) -> Iterator[None]:
     properties = torch.cuda.get_device_properties(0)
     own = properties.shared_memory_per_multiprocessor
     sm_shared = min(SM_SHARED.get(capability, own), own)
-    compiled = list(kernel.device_caches[torch.cuda.current_device()][0].values()) if sm_shared < own else []
+    cache = kernel.device_caches[torch.cuda.current_device()][0] if sm_shared < own else {}
+    compiled = [one for one in cache.values() if one.function]  # what could not be launched has none
     metadata = [one.packed_metadata for one in compiled]
     try:
         for one, (num_warps, num_ctas, shared) in zip(compiled, metadata, strict=True):
