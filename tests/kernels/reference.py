@@ -111,6 +111,17 @@ def make_inputs(
     )
 
 
+def poison_unused_rows(inputs: Inputs) -> None:
+    """Make the rows that no token uses NaN, and have the entries beyond each count name one of them."""
+    used = torch.cat([row[:n] for row, n in zip(inputs.topk, inputs.valid_count, strict=True)]).long()
+    unused = torch.ones(len(inputs.kv), dtype=torch.bool)
+    unused[used] = False
+    inputs.kv[unused] = float("nan")
+    poison = int(unused.nonzero()[0])
+    for row, count in zip(inputs.topk, inputs.valid_count, strict=True):
+        row[count:] = poison
+
+
 def join_lists(topk: torch.Tensor, valid_count: torch.Tensor, union: torch.Tensor, count: torch.Tensor) -> None:
     """Do what the kernel of gluon_union_rows.py does."""
     for pair in range(len(union)):

@@ -4,6 +4,7 @@ No GPU is needed; the compiling runs in other processes, all at once.
 """
 
 import json
+import re
 from concurrent.futures import Future
 from typing import Any
 
@@ -171,7 +172,14 @@ def test_attention_kernel(binaries, arch, table_format, variant, tile):
     assert binary.count(r"cp\.async\.bulk") == 0
     # fp8 rows are decoded once, not byte by byte out of shared memory.
     assert binary.count(r"ld\.shared\.[bu]8") == 0
+    # Launched beside the end of the kernel before it: nothing is read before that has ended.
+    waits = binary.ptx.find("griddepcontrol.wait")
+    assert (waits >= 0) == (binary.count(r"griddepcontrol\.launch_dependents") > 0) == (arch >= 90)
+    assert waits < re.search(r"\bld\.global", binary.ptx).start()
     if wgmma:
+        # Outputs are stored by 16 bytes; the others are log-sum-exps.
+        assert binary.count(r"\bst\.global\.v4\.b32") >= binary.count(r"\bst\.global\.b32") > 0
+        assert binary.count(r"\bst\.global\.[bu]16") == 0
         # Both operands come from shared memory: no fragments are loaded.
         assert binary.count(r"\bwgmma\.mma_async") > 0
         assert binary.count(r"\bmma\.sync") == 0

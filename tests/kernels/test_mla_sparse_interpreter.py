@@ -4,6 +4,8 @@ The `check_` functions run in the interpreter process. Only float16: the
 interpreter multiplies bfloat16 operands of `tl.dot` as integers.
 """
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ from tests.kernels.reference import (
     assert_matches_reference,
     join_lists,
     make_inputs,
+    poison_unused_rows,
     sparse_mla_reference,
 )
 
@@ -109,14 +112,7 @@ def test_splits_equal_the_serial_kernel(interpreter, num_splits):
 
 def check_unused_rows_are_never_read(num_splits: int) -> None:
     inputs = make_inputs([70, 5, 0], 8, 96)
-    used = torch.cat([row[:n] for row, n in zip(inputs.topk, inputs.valid_count, strict=True)]).long()
-    unused = torch.ones(len(inputs.kv), dtype=torch.bool)
-    unused[used] = False
-    inputs.kv[unused] = float("nan")
-    # Rows beyond the count belong to no token, whatever they name.
-    poison = int(unused.nonzero()[0])
-    for row, count in zip(inputs.topk, inputs.valid_count, strict=True):
-        row[count:] = poison
+    poison_unused_rows(inputs)
     assert_matches_reference(*attention(inputs, num_splits), inputs)
 
 
@@ -195,6 +191,20 @@ def test_scores_beyond_the_range_of_float16(interpreter):
     interpreter.submit(check_large_scores).result()
 
 
+def check_programmatic_launch(is_programmatic: bool) -> None:
+    c = configs()
+    config = dataclasses.replace(c.get_config(8, 8, c.KVFormat.MODEL, (12, 0)), launch_pdl=is_programmatic)
+    inputs = make_inputs([8], 8, 8)
+    _, arguments = kernels().attention_launch(inputs.q_nope, inputs.kv, inputs.topk, 1, c.KVFormat.MODEL, True, config)
+    # A kernel that waits must be launched so, and one that is launched so must wait.
+    assert arguments["launch_pdl"] == arguments["LAUNCH_PDL"] == is_programmatic
+
+
+@pytest.mark.parametrize("is_programmatic", [False, True])
+def test_a_kernel_that_is_launched_early_waits(interpreter, is_programmatic):
+    interpreter.submit(check_programmatic_launch, is_programmatic).result()
+
+
 def check_configurations() -> None:
     c = configs()
     for kv_format in c.KVFormat:
@@ -215,6 +225,7 @@ def check_given_workspace(num_tokens: int) -> None:
     num_splits = c.get_num_splits(num_tokens, num_heads, num_topk, config, num_sms)
     assert num_splits > 1
     specs = c.get_workspace_specs(8, num_heads, num_topk, num_sms, inputs.q_nope.dtype, c.KVFormat.MODEL, (12, 0))
+    assert specs[0][1] == inputs.q_nope.dtype, "half of the bytes that fp32 takes"
     workspace = [torch.full(shape, float("nan"), dtype=dtype) for shape, dtype in specs]
     assert_matches_reference(*attention(inputs, num_splits, config=config, workspace=workspace), inputs)
 

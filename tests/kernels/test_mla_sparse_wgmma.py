@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.overlay import OVERLAY, load_overlay
-from tests.kernels.reference import RANK, Inputs, assert_matches_reference, join_lists, make_inputs
+from tests.kernels.reference import (
+    RANK,
+    Inputs,
+    assert_matches_reference,
+    join_lists,
+    make_inputs,
+    poison_unused_rows,
+)
 
 OPS = OVERLAY / "vllm/v1/attention/ops"
 ROWS = json.loads((OPS / "triton_mla_sparse_configs.json").read_text())["9.0"]
@@ -79,13 +86,7 @@ def test_without_rope(interpreter, kv_format):
 
 def check_unused_rows_are_never_read(tile: tuple[int, int, int, int]) -> None:
     inputs = make_inputs([70, 5, 0, 96], 8, 96)
-    used = torch.cat([row[:n] for row, n in zip(inputs.topk, inputs.valid_count, strict=True)]).long()
-    unused = torch.ones(len(inputs.kv), dtype=torch.bool)
-    unused[used] = False
-    inputs.kv[unused] = float("nan")
-    poison = int(unused.nonzero()[0])
-    for row, count in zip(inputs.topk, inputs.valid_count, strict=True):
-        row[count:] = poison
+    poison_unused_rows(inputs)
     inputs.topk[3, 10:75] = -1
     assert_matches_reference(*attention(inputs, tile), inputs)
 
