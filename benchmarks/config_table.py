@@ -29,13 +29,13 @@ class Candidate:
     num_stages: int
     programs_per_sm: int
     group: int = 1
-    wgmma: bool = False
+    gluon: str = ""
     maxnreg: int = 0  # no limit
 
     def __str__(self) -> str:
         text = f"{self.block_h} x {self.block_n}, {self.num_warps} warps, {self.num_stages} stages"
         text += f", {self.group} tokens" if self.group > 1 else ""
-        text += ", wgmma" if self.wgmma else ""
+        text += f", {self.gluon}" if self.gluon else ""
         text += f", {self.maxnreg} registers" if self.maxnreg else ""
         return text + (f", {self.programs_per_sm} programs" if self.programs_per_sm else "")
 
@@ -45,7 +45,7 @@ class Candidate:
         return replace(self, programs_per_sm=0)
 
     def row(self) -> Row:
-        usual = {"group": 1, "wgmma": False, "maxnreg": 0}
+        usual = {"group": 1, "gluon": "", "maxnreg": 0}
         return {name: value for name, value in asdict(self).items() if usual.get(name) != value}
 
 

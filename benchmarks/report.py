@@ -46,9 +46,9 @@ def by_table(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
 def launch(config: Row) -> str:
     """Return a configuration in short: rows of the query tile x KV rows, tokens per program, warps, stages, splits."""
     group = f", {config['group']} tokens" if config.get("group", 1) > 1 else ""
-    wgmma = " wgmma" if config.get("wgmma") else ""
+    kernel = f" {config['gluon']}" if config["gluon"] else ""
     return (
-        f"{config['block_h']}x{config['block_n']}{group}, w{config['num_warps']} s{config['num_stages']}{wgmma}, "
+        f"{config['block_h']}x{config['block_n']}{group}, w{config['num_warps']} s{config['num_stages']}{kernel}, "
         f"{config['num_splits']} splits"
     )
 

@@ -37,8 +37,12 @@ TILES = {
     "16-bit": [(32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 4, 3), (32, 8, 2), (64, 8, 2), (32, 4, 2, 128)],
     "fp8": [(32, 4, 2), (32, 4, 3), (64, 4, 2), (32, 8, 2), (64, 8, 2), (64, 8, 3), (32, 4, 2, 168)],
 }
-#: The same of the kernel for SM90's matrix instructions, which takes 64 KV rows at a time; fp8 rows wait in registers.
-#: With 128 registers an SM runs two programs of 8 warps.
+#: The same of the kernels in Gluon, of which `mma` takes 8 or 16 rows of the query. SM90's takes 64 KV rows at a time;
+#: with 128 registers an SM runs two programs of 8 warps. fp8 rows wait in registers.
+MMA_TILES = {
+    "16-bit": [(16, 4, 1), (16, 4, 2), (32, 4, 1), (32, 4, 2)],
+    "fp8": [(16, 4, 1), (32, 4, 1), (16, 4, 1, 168)],
+}
 WGMMA_TILES = {
     "16-bit": [(64, 4, 1), (64, 4, 2), (64, 8, 2), (64, 8, 1, 128)],
     "fp8": [(64, 4, 1), (64, 8, 1), (64, 8, 1, 128)],
@@ -78,23 +82,31 @@ DEFAULT_MAX_BLOCK_H = 32
 
 def kernels_for(kv_format: str, kind: str, heads: int, *, is_default: bool, is_sm90: bool = False) -> list[Candidate]:
     """Return the kernels to try for a head count, without those that spill for certain."""
-    query_tiles = QUERY_TILES[kind][heads]
-    candidates = [
-        Candidate(block_h, *tile[:3], programs_per_sm=0, group=group, maxnreg=(*tile, 0)[3])
-        for block_h, group in query_tiles
-        for tile in TILES[kv_format]
-        # There are 512 accumulators a row, so four warps do not hold 32 rows.
-        if block_h <= (16 if tile[1] == 4 else DEFAULT_MAX_BLOCK_H if is_default else 128)
-    ]
-    if is_sm90 and not is_default:
-        candidates += [
-            Candidate(block_h, *tile[:3], programs_per_sm=0, group=group, maxnreg=(*tile, 0)[3], wgmma=True)
-            for block_h, group in query_tiles
-            for tile in WGMMA_TILES[kv_format]
+    own_sm90 = is_sm90 and not is_default
+
+    def fits(block_h: int, tile: tuple[int, ...], gluon: str) -> bool:
+        if gluon == "mma":
+            return block_h in (8, 16)
+        if gluon == "wgmma":
             # Four warps hold the accumulators of 32 rows of the query, eight of 128 registers as well.
-            if block_h in ((16, 32, 64) if tile[1:] in ((8, 1), (8, 2)) else (16, 32))
-        ]
-    return candidates
+            return block_h in ((16, 32, 64) if tile[1:] in ((8, 1), (8, 2)) else (16, 32))
+        # There are 512 accumulators a row, so four warps do not hold 32 rows.
+        return block_h <= (16 if tile[1] == 4 else DEFAULT_MAX_BLOCK_H if is_default else 128)
+
+    query_tiles = QUERY_TILES[kind][heads]
+    if is_default and any(group > 1 and block_h <= 16 for block_h, group in query_tiles):
+        # These GPUs read memory at less than half the H200's rate: what neighbours share is read once, even where the
+        # H200 gains nothing by it.
+        query_tiles = [(block_h, group) for block_h, group in query_tiles if group > 1]
+    # SM90's own instructions were never slower than `mma` there.
+    kernels = {"": TILES, "wgmma": WGMMA_TILES} if own_sm90 else {"": TILES, "mma": MMA_TILES}
+    return [
+        Candidate(block_h, *tile[:3], programs_per_sm=0, group=group, gluon=gluon, maxnreg=(*tile, 0)[3])
+        for gluon, tiles in kernels.items()
+        for tile in tiles[kv_format]
+        for block_h, group in query_tiles
+        if fits(block_h, tile, gluon)
+    ]
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,12 @@ def test_every_cell_has_candidates_that_default_rows_may_use(kv_format: str, kin
 
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_wgmma_on_sm90_only(kv_format: str) -> None:
-    def wgmma(**options: bool) -> list[tune.Candidate]:
-        kernels = tune.kernels_for(kv_format, "decode", 8, **options)
-        return [kernel for kernel in kernels if kernel.wgmma]
+    def gluon(**options: bool) -> set[str]:
+        return {kernel.gluon for kernel in tune.kernels_for(kv_format, "decode", 8, **options)}
 
-    assert wgmma(is_default=False, is_sm90=True)
-    assert not wgmma(is_default=True, is_sm90=True)
-    assert not wgmma(is_default=False)
+    assert gluon(is_default=False, is_sm90=True) == {"", "wgmma"}
+    assert gluon(is_default=True, is_sm90=True) == {"", "mma"}
+    assert gluon(is_default=False) == {"", "mma"}
 
 
 def test_first_variant_is_the_timed_one_and_all_formats_are_tried() -> None:

@@ -99,6 +99,7 @@ def take_compilations(worker) -> list[list[str]]:
 OUR_KERNELS = [
     "vllm.v1.attention.ops.triton_mla_sparse",
     "vllm.v1.attention.ops.gluon_mla_sparse",
+    "vllm.v1.attention.ops.gluon_mla_sparse_sm90",
     "vllm.v1.attention.ops.gluon_union_rows",
     "vllm.v1.attention.ops.triton_mqa_logits",
 ]

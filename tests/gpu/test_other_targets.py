@@ -20,7 +20,7 @@ from tests.gpu.other_target import generate_for
 
 HERE = Path(__file__).parent
 TARGETS = ["8.0", "8.6", "8.9"]
-MATRIX_KERNELS = {"sparse_mla_kernel", "mqa_logits_kernel", "paged_mqa_logits_kernel"}
+MATRIX_KERNELS = {"sparse_mla_kernel", "sparse_mla_mma_kernel", "mqa_logits_kernel", "paged_mqa_logits_kernel"}
 FUSED_KERNELS = {"_fused_norm_rope_kernel", "_fused_q_kernel"}
 OTHER_KERNELS = {"merge_splits_kernel", "paged_mqa_schedule_kernel"}
 

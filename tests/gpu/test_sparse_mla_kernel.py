@@ -96,8 +96,12 @@ def test_splits_equal_the_serial_kernel(kernels, num_heads, dtype, kv_format):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kv_format", KV_FORMATS[1:])
-def test_every_e4m3_pattern_is_exact(kernels, kv_format, dtype):
-    """A list of one row makes the output that row."""
+@pytest.mark.parametrize("capability", ["own", (12, 0), (8, 0)], ids=["own", "sm120", "sm80"])
+def test_every_e4m3_pattern_is_exact(kernels, configs, capability, kv_format, dtype):
+    """A list of one row makes the output that row. SM80 decodes without an instruction."""
+    if capability == "own":
+        capability = torch.cuda.get_device_capability()
+    config = configs.get_config(64, 8, configs.KVFormat(kv_format), capability)
     inputs = gpu_inputs([1], 8, dtype, kv_format=kv_format)
     finite = [pattern for pattern in range(256) if pattern & 0x7F != 0x7F]
     inputs.kv[inputs.topk[0, 0], : len(finite)] = torch.tensor(finite, dtype=torch.uint8, device="cuda")
@@ -105,7 +109,7 @@ def test_every_e4m3_pattern_is_exact(kernels, kv_format, dtype):
         inputs.kv_scale.fill_(0.5)
     expected = sparse_mla_reference(inputs)[0].to(dtype)
     for num_splits in (1, 4):
-        out, _ = attention(kernels, inputs, num_splits=num_splits)
+        out, _ = attention(kernels, inputs, num_splits=num_splits, config=config)
         torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 

@@ -142,6 +142,12 @@ def _decode_e4m3(words: torch.Tensor, twice: torch.Tensor) -> tuple[torch.Tensor
     return tuple(values[..., pair, :].contiguous().view(torch.int32).squeeze(-1) for pair in range(2))
 
 
+def _decode_e4m3_shifted(words: torch.Tensor, twice: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by moving bits, which leaves 2^8 to the factors."""
+    factors = twice.contiguous().view(torch.float16) / 256
+    return _decode_e4m3(words, factors.view(torch.int32))
+
+
 def _bf16_to_fp16(pairs: torch.Tensor) -> torch.Tensor:
     return pairs.contiguous().view(torch.bfloat16).to(torch.float16).view(torch.int32)
 
@@ -154,6 +160,7 @@ def _twice(value: torch.Tensor) -> torch.Tensor:
 ASSEMBLY: dict[str, Callable[..., Any]] = {
     "griddepcontrol": lambda: None,
     "cvt.rn.f16x2.e4m3x2": _decode_e4m3,
+    "prmt.b32 a, $2": _decode_e4m3_shifted,
     "shl.b32 a, $1, 16": _bf16_to_fp16,
     "cvt.rn.f16x2.f32 $0, $1, $1": _twice,
 }
@@ -186,8 +193,10 @@ UINT32 = "uint32"
 _to = torch.Tensor.to
 
 
-def _convert(value: torch.Tensor, dtype: Any) -> torch.Tensor:
+def _convert(value: torch.Tensor, dtype: Any, bitcast: bool = False) -> torch.Tensor:
     """Do what the `to` of a tensor does in a kernel: numbers of UINT32 are kept in int64."""
+    if bitcast:
+        return value.view(dtype)
     return _to(value, torch.int64) & 0xFFFFFFFF if dtype is UINT32 else _to(value, dtype)
 
 
@@ -201,7 +210,7 @@ def _language(program: tuple[int, ...], grid: tuple[int, ...], num_warps: int) -
         return None
 
     names = ("NVMMADistributedLayout", "BlockedLayout", "SliceLayout", "DistributedLinearLayout")
-    names += ("NVMMASharedLayout", "SwizzledSharedLayout")
+    names += ("NVMMASharedLayout", "SwizzledSharedLayout", "DotOperandLayout")
     return dict.fromkeys(names, layout) | {
         "constexpr": lambda value: value,
         "static_range": range,
@@ -213,6 +222,7 @@ def _language(program: tuple[int, ...], grid: tuple[int, ...], num_warps: int) -
         "pointer_type": lambda dtype: dtype,
         "arange": lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
         "zeros": lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+        "full_like": torch.full_like,
         "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
         "load": lambda pointer, mask=None, other=None: pointer.load(mask, other),
         "store": lambda pointer, value, mask=None: pointer.store(value, mask),
@@ -226,7 +236,8 @@ def _language(program: tuple[int, ...], grid: tuple[int, ...], num_warps: int) -
         "join": lambda a, b: torch.stack((a, b), -1),
         "split": lambda value: value.unbind(-1),
         "reshape": torch.reshape,
-        "convert_layout": lambda value, layout: value,
+        "broadcast": torch.broadcast_tensors,
+        "convert_layout": lambda value, layout, assert_trivial=False: value,
         "allocate_shared_memory": _allocate,
         "inline_asm_elementwise": _assembly,
         "associative_scan": _scan,
@@ -285,7 +296,7 @@ class Machine:
         gluon = ModuleType(GLUON)
         gluon.__dict__.update(jit=self.jit, constexpr_function=lambda function: function, language=self.language)
         ampere, hopper, nvidia = (ModuleType(name) for name in ("ampere", "hopper", "nvidia"))
-        ampere.async_copy = self.copies
+        ampere.__dict__.update(async_copy=self.copies, mma_v2=_dot)
         hopper.__dict__.update(
             fence_async_shared=lambda: None,
             warpgroup_mma=_dot,
@@ -307,8 +318,12 @@ def interpreted(path: Path) -> ModuleType:
     module = ModuleType(path.stem)
     module.__file__ = str(path)
     with Machine().imported():
+        before = set(sys.modules)
         exec(compile(path.read_text(), path, "exec"), module.__dict__)
-    for key, value in module.__dict__.items():
-        if isinstance(value, constexpr):
-            module.__dict__[key] = value.value
+        # Modules that it imports are forgotten afterwards, and so are interpreted by its own machine.
+        imported = [sys.modules[name] for name in sys.modules.keys() - before]
+    for one in (module, *imported):
+        for key, value in vars(one).items():
+            if isinstance(value, constexpr):
+                setattr(one, key, value.value)
     return module

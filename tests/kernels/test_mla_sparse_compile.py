@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.occupancy import RESERVED, SM_SHARED
 from tests.kernels.compilation import SHARED_MEMORY, Binary, compile_kernel
 from tests.kernels.overlay import OVERLAY, load_overlay
 
 TABLE = json.loads((OVERLAY / "vllm/v1/attention/ops/triton_mla_sparse_configs.json").read_text())
-TILE = ("block_h", "block_n", "num_warps", "num_stages", "group", "wgmma", "maxnreg")
+TILE = ("block_h", "block_n", "num_warps", "num_stages", "group", "gluon", "maxnreg")
 # format of the table -> name -> KV format, model dtype, RoPE width
 VARIANTS = {
     "16-bit": {
@@ -37,7 +38,7 @@ MAX_SPILLED_BYTES = {arch: 192 if arch == 90 else 0 for arch in SHARED_MEMORY}
 def tiles(section: str, kv_format: str) -> list[tuple]:
     """Return the different kernels of a section of the table."""
     rows = [row for kind in ("decode", "prefill") for row in TABLE[section][kv_format][kind]]
-    usual = {"group": 1, "wgmma": False, "maxnreg": None}
+    usual = {"group": 1, "gluon": "", "maxnreg": None}
     return sorted({tuple(row.get(name, usual.get(name)) for name in TILE) for row in rows}, key=str)
 
 
@@ -62,11 +63,11 @@ CASES = cases()
 
 
 @pytest.mark.parametrize("kv_format", VARIANTS)
-def test_sm90_alone_has_a_kernel_for_its_matrix_instructions(kv_format):
-    def has_wgmma(section):
-        return any(tile[TILE.index("wgmma")] for tile in tiles(section, kv_format))
+def test_every_gpu_has_the_kernel_for_its_matrix_instructions(kv_format):
+    def gluon(section):
+        return {tile[TILE.index("gluon")] for tile in tiles(section, kv_format)} - {""}
 
-    assert [section for section in TABLE if has_wgmma(section)] == ["9.0"]
+    assert {section: gluon(section) for section in TABLE} == {"default": {"mma"}, "9.0": {"wgmma"}}
 
 
 def kernels():
@@ -76,9 +77,13 @@ def kernels():
 def compile_attention(arch: int, table_format: str, variant: str, tile: tuple) -> Binary:
     kv_format, dtype, rope_dim = VARIANTS[table_format][variant]
     config: dict[str, Any] = dict(zip(TILE, tile, strict=True))
-    if config["wgmma"]:
-        kernel = load_overlay("vllm.v1.attention.ops.gluon_mla_sparse").sparse_mla_wgmma_kernel
+    if config["gluon"] == "wgmma":
+        kernel = load_overlay("vllm.v1.attention.ops.gluon_mla_sparse_sm90").sparse_mla_wgmma_kernel
         tiles, options = {"NUM_BUFFERS": config["num_stages"]}, {}
+    elif config["gluon"] == "mma":
+        kernel = load_overlay("vllm.v1.attention.ops.gluon_mla_sparse").sparse_mla_mma_kernel
+        tiles = {"BLOCK_N": config["block_n"], "NUM_BUFFERS": config["num_stages"], "HAS_E4M3": arch >= 89}
+        options = {}
     else:
         kernel = kernels().sparse_mla_kernel
         tiles, options = {"BLOCK_N": config["block_n"]}, {"num_stages": config["num_stages"]}
@@ -166,9 +171,9 @@ def test_attention_kernel(binaries, arch, table_format, variant, tile):
     assert binary.local <= MAX_SPILLED_BYTES[arch]
     assert 64 <= binary.registers <= 255
     assert binary.count(r"\bmma\.sync|\bwgmma\.mma_async|tcgen05\.mma") > 0
-    # 16-bit KV rows arrive by 16-byte asynchronous copies, as fp8 rows do but for SM90's, and never by TMA.
-    wgmma = tile[TILE.index("wgmma")]
-    assert (binary.count(ASYNC_COPY) > 0) == (table_format == "16-bit" or not wgmma)
+    # 16-bit KV rows arrive by 16-byte asynchronous copies, as fp8 rows do in Triton, and never by TMA.
+    gluon = tile[TILE.index("gluon")]
+    assert (binary.count(ASYNC_COPY) > 0) == (table_format == "16-bit" or not gluon)
     assert binary.count(r"cp\.async\.bulk") == 0
     # fp8 rows are decoded once, not byte by byte out of shared memory.
     assert binary.count(r"ld\.shared\.[bu]8") == 0
@@ -176,10 +181,16 @@ def test_attention_kernel(binaries, arch, table_format, variant, tile):
     waits = binary.ptx.find("griddepcontrol.wait")
     assert (waits >= 0) == (binary.count(r"griddepcontrol\.launch_dependents") > 0) == (arch >= 90)
     assert waits < re.search(r"\bld\.global", binary.ptx).start()
-    if wgmma:
+    if gluon:
         # Outputs are stored by 16 bytes; the others are log-sum-exps.
         assert binary.count(r"\bst\.global\.v4\.b32") >= binary.count(r"\bst\.global\.b32") > 0
         assert binary.count(r"\bst\.global\.[bu]16") == 0
+    if gluon == "mma":
+        # The SM of the smallest GPUs holds two programs. Their warps wait for each other twice a tile, or three times.
+        assert 2 * (binary.shared + RESERVED) <= SM_SHARED[12, 0]
+        assert binary.registers <= 256
+        assert (binary.count(r"\bcvt\.rn\.f16x2\.e4m3x2") > 0) == (table_format == "fp8" and arch >= 89)
+    if gluon == "wgmma":
         # Both operands come from shared memory: no fragments are loaded.
         assert binary.count(r"\bwgmma\.mma_async") > 0
         assert binary.count(r"\bmma\.sync") == 0

@@ -209,7 +209,7 @@ def check_configurations() -> None:
     c = configs()
     for kv_format in c.KVFormat:
         for heads in (8, 64):
-            assert not any(config.wgmma for config in c.get_reachable_configs(heads, kv_format, (9, 0)))
+            assert not any(config.gluon for config in c.get_reachable_configs(heads, kv_format, (12, 0)))
 
 
 def test_the_interpreter_gets_no_kernel_in_gluon(interpreter):

@@ -49,6 +49,7 @@ OUR_MODULES = (
     "vllm.v1.attention.ops.common",
     "vllm.v1.attention.ops.e4m3",
     "vllm.v1.attention.ops.gluon_mla_sparse",
+    "vllm.v1.attention.ops.gluon_mla_sparse_sm90",
     "vllm.v1.attention.ops.gluon_union_rows",
     "vllm.v1.attention.ops.triton_mla_sparse",
     "vllm.v1.attention.ops.triton_mqa_logits",

@@ -13,8 +13,9 @@ values, absent in NoPE models) per token, shared by all heads:
 The list of a token is cut into `num_splits` parts so that a small decode batch
 still fills the GPU; a second kernel merges the parts by their log-sum-exp. In a
 prefill, neighbouring tokens share most of their rows: one program then takes two
-of them and walks over the union of their lists (gluon_union_rows.py). SM90 has an
-attention kernel of its own (gluon_mla_sparse.py).
+of them and walks over the union of their lists (gluon_union_rows.py). For more than
+a few tokens there are faster attention kernels in Gluon: gluon_mla_sparse.py, and
+gluon_mla_sparse_sm90.py for SM90.
 """
 
 from collections.abc import Sequence
@@ -402,10 +403,14 @@ def sparse_mla(
 
 def attention_launcher(config: SparseMLAConfig) -> Any:
     """Return what launches the attention kernel of a configuration."""
-    if config.wgmma:
-        from vllm.v1.attention.ops.gluon_mla_sparse import sparse_mla_wgmma
+    if config.gluon == "wgmma":
+        from vllm.v1.attention.ops.gluon_mla_sparse_sm90 import sparse_mla_wgmma
 
         return sparse_mla_wgmma
+    if config.gluon == "mma":
+        from vllm.v1.attention.ops.gluon_mla_sparse import sparse_mla_mma
+
+        return sparse_mla_mma
     return sparse_mla
 
 

@@ -31,6 +31,11 @@ MIN_PREFILL_TOKENS = 256
 MAX_UNION_TOKENS = 2048
 
 _TABLE_FILE = Path(__file__).with_name("triton_mla_sparse_configs.json")
+# Triton's interpreter does not know Gluon.
+_INTERPRETED_ROW = {
+    "heads": 128, "block_h": 16, "block_n": 32,
+    "num_warps": 4, "num_stages": 1, "programs_per_sm": 1,
+}  # fmt: skip
 # What a program costs beside its tiles, in tiles: launch, query, output.
 _PROGRAM_OVERHEAD = 1
 # Programs of one launch, in multiples of what the GPU runs at once. It bounds
@@ -56,10 +61,14 @@ class SparseMLAConfig:
     num_stages: int  # tiles of KV rows in shared memory
     programs_per_sm: int  # lists are split until the grid has so many per SM
     group: int = 1  # tokens per program: 1, or 2 over the union of their lists
-    wgmma: bool = False  # the kernel of gluon_mla_sparse.py, which SM90 alone runs
+    # The kernel: "" is Triton's, "mma" gluon_mla_sparse.py's, and "wgmma" that of
+    # gluon_mla_sparse_sm90.py, which SM90 alone runs.
+    gluon: str = ""
     maxnreg: int | None = None  # registers per thread, for more programs per SM
-    # Not tuned, but given by the GPU: the merge is launched while the attention ends.
+    # Not tuned, but given by the GPU: whether the merge is launched while the attention
+    # ends, and whether an instruction decodes e4m3.
     launch_pdl: bool = False
+    has_e4m3: bool = False
 
 
 @functools.cache
@@ -72,8 +81,8 @@ def _rows(
 ) -> list[dict[str, Any]]:
     table = _read_table()
     section = table.get("{}.{}".format(*capability), table["default"])
-    if triton.knobs.runtime.interpret:  # which does not know Gluon
-        section = table["default"]
+    if triton.knobs.runtime.interpret:
+        return [_INTERPRETED_ROW]
     formats = section["16-bit" if kv_format is KVFormat.MODEL else "fp8"]
     return formats["prefill" if is_prefill else "decode"]
 
@@ -82,6 +91,7 @@ def _make_config(row: dict[str, Any], capability: tuple[int, int]) -> SparseMLAC
     return SparseMLAConfig(
         **{name: n for name, n in row.items() if name not in ("heads", "tokens")},
         launch_pdl=capability >= (9, 0) and not triton.knobs.runtime.interpret,
+        has_e4m3=capability >= (8, 9),
     )
 
 
