@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Join result files of parts of a benchmark, run each on a GPU of its own at the same time. Needs no GPU.
+"""Join result files of parts of a benchmark, run one by one, or at the same time on a GPU each. Needs no GPU.
 
     python -m benchmarks.join bfloat16.json float16.json --output benchmarks/results/sparse-mla-h200.json
 

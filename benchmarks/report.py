@@ -60,7 +60,7 @@ def kernel_report(result: dict[str, Any]) -> str:
     rates = ", ".join(f"{rate} TFLOP/s in {dtype}" for dtype, rate in result["matmul_tflops"].items())
     text += f"\nTimes in microseconds, top-k {result['rows'][0]['topk']}. Matrix products in the same run: {rates}.\n"
     if result.get("parts", 1) > 1:
-        text += f"Joined from {result['parts']} parts, run at the same time, each on a GPU of its own.\n"
+        text += f"Joined from {result['parts']} parts, run one by one, or at the same time on a GPU each.\n"
     for indices, overlap in result["neighbour_overlap"].items():
         text += f'In a prefill with "{indices}" rows, neighbouring tokens share {overlap:.1%} of them.\n'
     for (dtype, kv, capability), rows in by_table(result["rows"]).items():
