@@ -3,7 +3,7 @@
 """Sparse MLA attention for the matrix instructions of SM80 to SM121, in Gluon.
 
 What `sparse_mla_kernel` of triton_mla_sparse.py computes, from the same arguments.
-The GPUs that it is for have 100 KB of shared memory per SM, and a program that fits
+Most GPUs that it is for have 100 KB of shared memory per SM, and a program that fits
 only once leaves the SM idle whenever it waits. So a program works on few KV rows at
 a time and keeps the query in registers. Heads stand in columns, of which a matrix
 instruction takes eight:
