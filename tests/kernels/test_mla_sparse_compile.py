@@ -186,9 +186,8 @@ def test_attention_kernel(binaries, arch, table_format, variant, tile):
         assert binary.count(r"\bst\.global\.v4\.b32") >= binary.count(r"\bst\.global\.b32") > 0
         assert binary.count(r"\bst\.global\.[bu]16") == 0
     if gluon == "mma":
-        # The SM of the smallest GPUs holds two programs. Their warps wait for each other twice a tile, or three times.
+        # The SM of the smallest GPUs holds two programs.
         assert 2 * (binary.shared + RESERVED) <= SM_SHARED[12, 0]
-        assert binary.registers <= 256
         assert (binary.count(r"\bcvt\.rn\.f16x2\.e4m3x2") > 0) == (table_format == "fp8" and arch >= 89)
     if gluon == "wgmma":
         # Both operands come from shared memory: no fragments are loaded.

@@ -89,6 +89,14 @@ def pdl(INSTRUCTION: gl.constexpr):
 
 
 @gluon.jit
+def place_of_program(num_heads, HEADS_PER_BLOCK: gl.constexpr):
+    """Return the token group and the head block of this program."""
+    num_head_blocks = gl.cdiv(num_heads, HEADS_PER_BLOCK)
+    group = (gl.program_id(0) // num_head_blocks).to(gl.int64)
+    return group, gl.program_id(0) % num_head_blocks
+
+
+@gluon.jit
 def load_entries(row_list, start, end, BLOCK_N: gl.constexpr, layout: gl.constexpr):
     """Return a tile of a list, -1 from `end` on."""
     offs = start + gl.arange(0, BLOCK_N, layout=layout)
@@ -128,6 +136,16 @@ def query_to_fp16(value):
     """Return the query of a bfloat16 model, times a factor, in float16."""
     value = value.to(gl.float32) * QUERY_FACTOR
     return gl.minimum(gl.maximum(value, -_MAX_FP16), _MAX_FP16).to(gl.float16)
+
+
+@gluon.jit
+def end_of_softmax(row_max, row_sum):
+    """Return by what to multiply the accumulators, and the log-sum-exp."""
+    # A token without rows gives (0, -inf), the identity of the merge.
+    is_empty = row_sum == 0.0
+    norm = 1.0 / gl.where(is_empty, 1.0, row_sum)
+    lse = (row_max + gl.log2(row_sum)) * _LOGE2
+    return norm, gl.where(is_empty, float("-inf"), lse)
 
 
 # Layouts of one dimension of tensors [part, key or column, column or head].
@@ -399,9 +417,7 @@ def sparse_mla_mma_kernel(
     ROPE: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0])
     ROPE_WORDS: gl.constexpr = gl.SwizzledSharedLayout(4, 4, 2, [2, 1, 0])
 
-    num_head_blocks = gl.cdiv(num_heads, HEADS_PER_BLOCK)
-    group = (gl.program_id(0) // num_head_blocks).to(gl.int64)
-    head_block = gl.program_id(0) % num_head_blocks
+    group, head_block = place_of_program(num_heads, HEADS_PER_BLOCK)
     split = gl.program_id(1)
     num_splits = gl.num_programs(1)
 
@@ -577,14 +593,9 @@ def sparse_mla_mma_kernel(
     if LAUNCH_PDL:
         pdl("griddepcontrol.launch_dependents; // $0")
 
-    # A token without rows gives (0, -inf), the identity of the merge.
-    row_sum = gl.sum(sums, 0)
-    is_empty = row_sum == 0.0
-    norm = 1.0 / gl.where(is_empty, 1.0, row_sum)
+    norm, lse = end_of_softmax(row_max, gl.sum(sums, 0))
     if KV_FORMAT == _FP8:
         norm *= kv_scale
-    lse = (row_max + gl.log2(row_sum)) * _LOGE2
-    lse = gl.where(is_empty, float("-inf"), lse)
 
     token, head, mask_h = query_rows(
         group, head_block, num_tokens, num_heads, GROUP, BLOCK_H, PROBS_HEADS

@@ -35,9 +35,11 @@ from vllm.v1.attention.ops.gluon_mla_sparse import (
     QUERY_FACTOR,
     TWICE_ASM,
     TWICE_ONE,
+    end_of_softmax,
     load_entries,
     part_of_list,
     pdl,
+    place_of_program,
     query_rows,
     query_to_fp16,
     row_pointers,
@@ -45,7 +47,6 @@ from vllm.v1.attention.ops.gluon_mla_sparse import (
 from vllm.v1.attention.ops.triton_mla_sparse import (
     _FP8,
     _LOG2E,
-    _LOGE2,
     _MASKED,
     _MODEL,
     _RANK,
@@ -291,9 +292,7 @@ def sparse_mla_wgmma_kernel(
     PACKED: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [WARPS, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, COPY if KV_FORMAT == _MODEL else PACKED)
 
-    num_head_blocks = gl.cdiv(num_heads, HEADS_PER_BLOCK)
-    group = (gl.program_id(0) // num_head_blocks).to(gl.int64)
-    head_block = gl.program_id(0) % num_head_blocks
+    group, head_block = place_of_program(num_heads, HEADS_PER_BLOCK)
     split = gl.program_id(1)
     num_splits = gl.num_programs(1)
 
@@ -475,14 +474,9 @@ def sparse_mla_wgmma_kernel(
     if LAUNCH_PDL:
         pdl("griddepcontrol.launch_dependents; // $0")
 
-    # A token without rows gives (0, -inf), the identity of the merge.
-    row_sum = gl.sum(sums, 0)
-    is_empty = row_sum == 0.0
-    norm = 1.0 / gl.where(is_empty, 1.0, row_sum)
+    norm, lse = end_of_softmax(row_max, gl.sum(sums, 0))
     if KV_FORMAT == _FP8:
         norm *= kv_scale
-    lse = (row_max + gl.log2(row_sum)) * _LOGE2
-    lse = gl.where(is_empty, float("-inf"), lse)
 
     token, head, mask_h = query_rows(
         group, head_block, num_tokens, num_heads, GROUP, BLOCK_H, SCORE_HEADS
