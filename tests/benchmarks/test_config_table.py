@@ -73,7 +73,7 @@ def check_kernel_reads(chosen: dict[Cell, Candidate], path: Path) -> None:
     write(path, with_rows(small_table(), "9.0", "16-bit", "decode", merge(chosen), {"gpu": "some GPU"}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(configs, "_TABLE_FILE", path)
-        # The interpreter gets the rows of "default", as it does not know Gluon.
+        # The interpreter has a row of its own, as it does not know Gluon.
         patch.setattr(configs.triton.knobs.runtime, "interpret", False)
         forget(configs)
         for (heads, tokens), candidate in chosen.items():

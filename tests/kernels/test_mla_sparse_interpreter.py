@@ -1,6 +1,7 @@
 """The sparse MLA kernel against the float64 reference, in Triton's interpreter on the CPU.
 
-The `check_` functions run in the interpreter process. Only float16: the
+The `check_` functions run in the interpreter process; those about the table, of
+which the interpreter sees nothing, in one that compiles. Only float16: the
 interpreter multiplies bfloat16 operands of `tl.dot` as integers.
 """
 
@@ -315,8 +316,8 @@ def check_split_policy(num_sms: int) -> None:
 
 
 @pytest.mark.parametrize("num_sms", [48, 188])
-def test_splits_fit_the_workspace(interpreter, num_sms):
-    interpreter.submit(check_split_policy, num_sms).result()
+def test_splits_fit_the_workspace(compiler, num_sms):
+    compiler.submit(check_split_policy, num_sms).result()
 
 
 def check_table() -> None:
@@ -334,8 +335,8 @@ def check_table() -> None:
                         assert is_prefill or config.group == 1
 
 
-def test_every_launch_has_a_configuration_that_the_warm_up_compiles(interpreter):
-    interpreter.submit(check_table).result()
+def test_every_launch_has_a_configuration_that_the_warm_up_compiles(compiler):
+    compiler.submit(check_table).result()
 
 
 def check_refuses(change: str, message: str) -> None:

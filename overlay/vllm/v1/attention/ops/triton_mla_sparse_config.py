@@ -149,6 +149,11 @@ def get_num_programs(num_tokens: int, num_heads: int, config: SparseMLAConfig) -
     return cdiv(num_tokens, config.group) * cdiv(num_heads, heads_per_block)
 
 
+def _get_most_splits(programs: int, slots: int) -> int:
+    """Return how many parts lists have at most: the more programs, the fewer."""
+    return _MAX_WAVES * slots // max(programs, 1)
+
+
 @functools.cache
 def get_num_splits(
     num_tokens: int,
@@ -165,12 +170,12 @@ def get_num_splits(
     programs = get_num_programs(num_tokens, num_heads, config)
     slots = config.programs_per_sm * num_sms
     num_tiles = cdiv(num_topk * config.group, config.block_n)
+    most = min(MAX_SPLITS, num_tiles, _get_most_splits(programs, slots))
 
     def cost(num_splits: int) -> int:
         waves = cdiv(programs * num_splits, slots)
         return waves * (cdiv(num_tiles, num_splits) + _PROGRAM_OVERHEAD)
 
-    most = min(MAX_SPLITS, num_tiles, _MAX_WAVES * slots // max(programs, 1))
     return min(range(1, max(most, 1) + 1), key=cost)
 
 
@@ -204,7 +209,11 @@ def get_workspace_specs(
     num_partials = 1  # a workspace of no bytes cannot be reserved
     configs = get_reachable_configs(num_heads, kv_format, capability)
     for config in configs:
+        slots = config.programs_per_sm * num_sms
         for num_tokens in range(1, max_num_tokens + 1):
+            programs = get_num_programs(num_tokens, num_heads, config)
+            if _get_most_splits(programs, slots) < 2:
+                break  # nor are those of more tokens split
             splits = get_num_splits(num_tokens, num_heads, num_topk, config, num_sms)
             if splits > 1:
                 num_partials = max(num_partials, num_tokens * num_heads * splits)
