@@ -18,7 +18,15 @@ HEADER = {
 
 
 def row(tokens: int, us: float, capability: str = "9.0", indices: str = "random", **more: Any) -> dict[str, Any]:
-    config = {"block_h": 16, "block_n": 64, "num_warps": 4, "num_stages": 3, "group": 2, "num_splits": 8}
+    config = {
+        "block_h": 16,
+        "block_n": 64,
+        "num_warps": 4,
+        "num_stages": 3,
+        "group": 2,
+        "gluon": "mma",
+        "num_splits": 8,
+    }
     return {
         "tokens": tokens,
         "heads": 8,
@@ -70,7 +78,7 @@ def test_kernel_tables_say_all_that_was_measured() -> None:
     own = sections[1].splitlines()
     assert own[2].startswith("| tokens | heads | rows | us | FLASH_ATTN_MLA_SPARSE | XPU_MLA_SPARSE | ratio")
     assert own[4] == (
-        "| 1 | 8 | random | 10.0 | 20.0 | 77.0 | 0.5 | 5.0 | 50% | memory | 16x64, 2 tokens, w4 s3, 8 splits |"
+        "| 1 | 8 | random | 10.0 | 20.0 | 77.0 | 0.5 | 5.0 | 50% | memory | 16x64, 2 tokens, w4 s3 mma, 8 splits |"
     )
     assert "| 2048 | 8 | overlap | 600.0 |  |  | 30.0 |" in sections[1]
     assert "| 1 | 8 | random | 11.0 | 0.55 |" in sections[2]
