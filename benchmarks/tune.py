@@ -95,8 +95,8 @@ def kernels_for(kv_format: str, kind: str, heads: int, *, is_default: bool, is_s
 
     query_tiles = QUERY_TILES[kind][heads]
     if is_default and any(group > 1 and block_h <= 16 for block_h, group in query_tiles):
-        # These GPUs read memory at less than half the H200's rate: what neighbours share is read once, even where the
-        # H200 gains nothing by it.
+        # Those of these GPUs that have no native backend read memory at less than half the H200's rate: what neighbours
+        # share is read once, even where the H200 gains nothing by it.
         query_tiles = [(block_h, group) for block_h, group in query_tiles if group > 1]
     # SM90's own instructions were never slower than `mma` there.
     kernels = {"": TILES, "wgmma": WGMMA_TILES} if own_sm90 else {"": TILES, "mma": MMA_TILES}
