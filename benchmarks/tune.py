@@ -38,10 +38,13 @@ TILES = {
     "fp8": [(32, 4, 2), (32, 4, 3), (64, 4, 2), (32, 8, 2), (64, 8, 2), (64, 8, 3), (32, 4, 2, 168)],
 }
 #: The same of the kernels in Gluon, of which `mma` takes 8 or 16 rows of the query. SM90's takes 64 KV rows at a time;
-#: with 128 registers an SM runs two programs of 8 warps. fp8 rows wait in registers.
+#: with 128 registers an SM runs two programs of 8 warps. There fp8 rows wait in registers.
 MMA_TILES = {
     "16-bit": [(16, 4, 1), (16, 4, 2), (32, 4, 1), (32, 4, 2)],
-    "fp8": [(16, 4, 1), (32, 4, 1), (16, 4, 1, 168)],
+    "fp8": [
+        *((16, 4, 1), (16, 4, 2), (32, 4, 1), (32, 4, 2)),
+        *((16, 4, 1, 168), (16, 4, 2, 168), (32, 4, 1, 168), (16, 4, 1, 128), (16, 4, 2, 128)),
+    ],
 }
 WGMMA_TILES = {
     "16-bit": [(64, 4, 1), (64, 4, 2), (64, 8, 2), (64, 8, 1, 128)],
@@ -75,6 +78,8 @@ VARIANTS = {
 }
 #: The shared memory that a program may have on SM86, SM89, SM120 and SM121, in bytes.
 SMALL_SHARED = 101_376
+#: Those whose instructions and assembler differ.
+SMALL_ARCHS = (89, 120)
 #: The default rows are those of SM120; from 64 rows on, SM90 would run them on instructions that SM120 lacks.
 DEFAULT_CAPABILITY = (12, 0)
 DEFAULT_MAX_BLOCK_H = 32
@@ -98,8 +103,11 @@ def kernels_for(kv_format: str, kind: str, heads: int, *, is_default: bool, is_s
         # Those of these GPUs that have no native backend read memory at less than half the H200's rate: what neighbours
         # share is read once, even where the H200 gains nothing by it.
         query_tiles = [(block_h, group) for block_h, group in query_tiles if group > 1]
-    # SM90's own instructions were never slower than `mma` there.
-    kernels = {"": TILES, "wgmma": WGMMA_TILES} if own_sm90 else {"": TILES, "mma": MMA_TILES}
+    kernels = {"": TILES}
+    if own_sm90:
+        kernels["wgmma"] = WGMMA_TILES
+    if not own_sm90 or kv_format == "fp8":  # of 16 bits, SM90's own instructions were never slower
+        kernels["mma"] = MMA_TILES
     return [
         Candidate(block_h, *tile[:3], programs_per_sm=0, group=group, gluon=gluon, maxnreg=(*tile, 0)[3])
         for gluon, tiles in kernels.items()
@@ -193,14 +201,18 @@ def wrong_result(trial: Trial, config: Any) -> str:
 
 
 def small_gpu_usage(source: Any, metadata: dict[str, Any]) -> tuple[int, int]:
-    """Return the bytes of spilled registers per thread and of shared memory of a kernel compiled for SM89."""
+    """Return the bytes of spilled registers per thread and of shared memory of a kernel compiled for small GPUs."""
     import triton
     from triton.backends.compiler import GPUTarget
 
     options = {name: metadata[name] for name in ("num_warps", "num_stages", "maxnreg")}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 89, 32), options=options)
-    _, spilled = resource_usage(compiled.asm["cubin"])
-    return spilled, compiled.metadata.shared
+    usage = []
+    for arch in SMALL_ARCHS:
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        _, spilled = resource_usage(compiled.asm["cubin"])
+        usage.append((spilled, compiled.metadata.shared))
+    most_spilled, most_shared = map(max, zip(*usage, strict=True))
+    return most_spilled, most_shared
 
 
 def fitting(trials: Sequence[Trial], sm_shared: int) -> dict[Candidate, int]:

@@ -31,7 +31,7 @@ def test_wgmma_on_sm90_only(kv_format: str) -> None:
     def gluon(**options: bool) -> set[str]:
         return {kernel.gluon for kernel in tune.kernels_for(kv_format, "decode", 8, **options)}
 
-    assert gluon(is_default=False, is_sm90=True) == {"", "wgmma"}
+    assert gluon(is_default=False, is_sm90=True) == {"", "wgmma"} | ({"mma"} if kv_format == "fp8" else set())
     assert gluon(is_default=True, is_sm90=True) == {"", "mma"}
     assert gluon(is_default=False) == {"", "mma"}
 
@@ -76,10 +76,13 @@ def test_registers_that_spill_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = SimpleNamespace(metadata=SimpleNamespace(shared=4), asm={"cubin": b""})
     monkeypatch.setattr(triton, "compile", lambda *_, **__: compiled)
     metadata = {"num_warps": 4, "num_stages": 2, "maxnreg": None}
-    for stack, local in [(0, 0), (16, 0), (0, 8)]:
-        output = SimpleNamespace(stdout=f"Function f: REG:255 STACK:{stack} SHARED:0 LOCAL:{local} TEXTURE:0")
-        monkeypatch.setattr(subprocess, "run", lambda *_, output=output, **__: output)
-        assert tune.small_gpu_usage(None, metadata) == (stack + local, 4)
+    for stacks, local in [((0, 0), 0), ((16, 0), 0), ((0, 24), 0), ((0, 0), 8)]:  # with each of two assemblers
+        outputs = [
+            SimpleNamespace(stdout=f"Function f: REG:255 STACK:{stack} SHARED:0 LOCAL:{local} TEXTURE:0")
+            for stack in stacks
+        ]
+        monkeypatch.setattr(subprocess, "run", lambda *_, outputs=iter(outputs), **__: next(outputs))
+        assert tune.small_gpu_usage(None, metadata) == (max(stacks) + local, 4)
 
 
 @pytest.mark.parametrize(("sm_shared", "fits"), [(102_400, [4, 1, 2]), (233_472, [9, 2, 5])])

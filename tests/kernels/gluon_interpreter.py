@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from itertools import accumulate, product
 from pathlib import Path
@@ -142,10 +143,26 @@ def _decode_e4m3(words: torch.Tensor, twice: torch.Tensor) -> tuple[torch.Tensor
     return tuple(values[..., pair, :].contiguous().view(torch.int32).squeeze(-1) for pair in range(2))
 
 
-def _decode_e4m3_shifted(words: torch.Tensor, twice: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by moving bits, which leaves 2^8 to the factors."""
-    factors = twice.contiguous().view(torch.float16) / 256
-    return _decode_e4m3(words, factors.view(torch.int32))
+def _decode_keys(word: torch.Tensor) -> torch.Tensor:
+    """The four e4m3 bytes of a word as float16."""
+    return word.view(torch.float8_e4m3fn).to(torch.float16)
+
+
+def _decode_keys_shifted(word: torch.Tensor) -> torch.Tensor:
+    """The same by moving bits, which divides by 2^8."""
+    return _decode_keys(word) / 256
+
+
+def _decode_values(
+    even: torch.Tensor, odd: torch.Tensor, factors: torch.Tensor, decode: Callable[..., torch.Tensor] = _decode_keys
+) -> torch.Tensor:
+    """The four bytes of two words in turns, times a pair of factors."""
+    values = torch.stack((decode(even), decode(odd)), -1)
+    return (values * factors.view(torch.float16).unsqueeze(-2)).flatten(-2)
+
+
+def _pair(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    return torch.stack((low, high), -1).to(torch.float16).view(torch.int32).squeeze(-1)
 
 
 def _bf16_to_fp16(pairs: torch.Tensor) -> torch.Tensor:
@@ -159,15 +176,24 @@ def _twice(value: torch.Tensor) -> torch.Tensor:
 #: What the inline assembly of the kernels does, told by a part of it; the first that fits.
 ASSEMBLY: dict[str, Callable[..., Any]] = {
     "griddepcontrol": lambda: None,
-    "cvt.rn.f16x2.e4m3x2": _decode_e4m3,
-    "prmt.b32 a, $2": _decode_e4m3_shifted,
+    "prmt.b32 c, a, 0, 0x1404": partial(_decode_values, decode=_decode_keys_shifted),
+    "prmt.b32 a, $4, $12": _decode_values,
+    "prmt.b32 a, $2": _decode_keys_shifted,
+    "cvt.rn.f16x2.e4m3x2 $0, a": _decode_keys,
+    "cvt.rn.f16x2.e4m3x2 c, a": _decode_e4m3,
+    "cvt.rn.f16x2.f32 $0, $2, $1": _pair,
     "shl.b32 a, $1, 16": _bf16_to_fp16,
     "cvt.rn.f16x2.f32 $0, $1, $1": _twice,
 }
 
 
-def _assembly(text: str, constraints: str, args: list[torch.Tensor], **_: Any) -> Any:
-    return next(run for part, run in ASSEMBLY.items() if part in text)(*args)
+def _assembly(text: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
+    """Run inline assembly. Where it has several results, its operands stand there as often."""
+    if pack > 1:
+        assert all(arg.shape[-1] == pack and (arg == arg[..., :1]).all() for arg in args)
+        args = [arg[..., :1].clone(memory_format=torch.contiguous_format) for arg in args]
+    result = next(run for part, run in ASSEMBLY.items() if part in text)(*args)
+    return result.view(dtype) if pack > 1 else result
 
 
 def _dot(a: Any, b: Any, acc: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -236,6 +262,7 @@ def _language(program: tuple[int, ...], grid: tuple[int, ...], num_warps: int) -
         "join": lambda a, b: torch.stack((a, b), -1),
         "split": lambda value: value.unbind(-1),
         "reshape": torch.reshape,
+        "permute": torch.permute,
         "broadcast": torch.broadcast_tensors,
         "convert_layout": lambda value, layout, assert_trivial=False: value,
         "allocate_shared_memory": _allocate,

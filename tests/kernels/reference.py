@@ -111,6 +111,11 @@ def make_inputs(
     )
 
 
+def share_rows(inputs: Inputs) -> None:
+    """Have the second token list the rows of the first, in another order."""
+    inputs.topk[1] = inputs.topk[0].flip(0)
+
+
 def poison_unused_rows(inputs: Inputs) -> None:
     """Make the rows that no token uses NaN, and have the entries beyond each count name one of them."""
     used = torch.cat([row[:n] for row, n in zip(inputs.topk, inputs.valid_count, strict=True)]).long()
@@ -122,7 +127,13 @@ def poison_unused_rows(inputs: Inputs) -> None:
         row[count:] = poison
 
 
-def join_lists(topk: torch.Tensor, valid_count: torch.Tensor, union: torch.Tensor, count: torch.Tensor) -> None:
+def join_lists(
+    topk: torch.Tensor,
+    valid_count: torch.Tensor,
+    union: torch.Tensor,
+    count: torch.Tensor,
+    alone_count: torch.Tensor,
+) -> None:
     """Do what the kernel of gluon_union_rows.py does."""
     for pair in range(len(union)):
         lists = [topk[token, : valid_count[token]].tolist() for token in (2 * pair, 2 * pair + 1) if token < len(topk)]
@@ -132,7 +143,10 @@ def join_lists(topk: torch.Tensor, valid_count: torch.Tensor, union: torch.Tenso
         entries = [-1 if row < 0 else row << 2 | (3 if row in shared else 1) for row in lists[0]]
         entries += [row << 2 | 2 for row in lists[1] if row >= 0 and row not in shared] if len(lists) == 2 else []
         union[pair, : len(entries)] = torch.tensor(entries, dtype=torch.int32)
-        count[pair] = len(entries)
+        is_union = 8 * len(shared) >= sum(map(len, lists))
+        count[pair] = len(entries) if is_union else -1
+        for token, one in enumerate(lists, start=2 * pair):
+            alone_count[token] = -1 if is_union else len(one)
 
 
 def assert_matches_reference(

@@ -36,10 +36,16 @@ MAX_SPILLED_BYTES = {arch: 192 if arch == 90 else 0 for arch in SHARED_MEMORY}
 
 
 def tiles(section: str, kv_format: str) -> list[tuple]:
-    """Return the different kernels of a section of the table."""
-    rows = [row for kind in ("decode", "prefill") for row in TABLE[section][kv_format][kind]]
+    """Return the different kernels of a section of the table, and those for pairs of tokens that are left alone."""
     usual = {"group": 1, "gluon": "", "maxnreg": None}
-    return sorted({tuple(row.get(name, usual.get(name)) for name in TILE) for row in rows}, key=str)
+    rows = [usual | row for kind in ("decode", "prefill") for row in TABLE[section][kv_format][kind]]
+    least = {"": 8, "mma": 8, "wgmma": 16}
+    rows += [
+        row | {"group": 1, "block_h": max(row["block_h"] // row["group"], least[row["gluon"]])}
+        for row in rows
+        if row["group"] > 1
+    ]
+    return sorted({tuple(row[name] for name in TILE) for row in rows}, key=str)
 
 
 def cases() -> list[tuple[int, str, str, tuple]]:
@@ -67,7 +73,8 @@ def test_every_gpu_has_the_kernel_for_its_matrix_instructions(kv_format):
     def gluon(section):
         return {tile[TILE.index("gluon")] for tile in tiles(section, kv_format)} - {""}
 
-    assert {section: gluon(section) for section in TABLE} == {"default": {"mma"}, "9.0": {"wgmma"}}
+    own = {"wgmma"} if kv_format == "16-bit" else {"wgmma", "mma"}
+    assert {section: gluon(section) for section in TABLE} == {"default": {"mma"}, "9.0": own}
 
 
 def kernels():
@@ -151,6 +158,7 @@ def compile_union(arch: int) -> Binary:
             "valid_count_ptr": "*i32",
             "union_ptr": "*i32",
             "count_ptr": "*i32",
+            "alone_count_ptr": "*i32",
         },
         scalars={"num_tokens": "i32", "num_topk": "i32"},
         constants={"BLOCK_K": 2048},
@@ -171,11 +179,11 @@ def test_attention_kernel(binaries, arch, table_format, variant, tile):
     assert binary.local <= MAX_SPILLED_BYTES[arch]
     assert 64 <= binary.registers <= 255
     assert binary.count(r"\bmma\.sync|\bwgmma\.mma_async|tcgen05\.mma") > 0
-    # 16-bit KV rows arrive by 16-byte asynchronous copies, as fp8 rows do in Triton, and never by TMA.
+    # KV rows arrive by 16-byte asynchronous copies, but for fp8 rows under SM90's instructions, and never by TMA.
     gluon = tile[TILE.index("gluon")]
-    assert (binary.count(ASYNC_COPY) > 0) == (table_format == "16-bit" or not gluon)
+    assert (binary.count(ASYNC_COPY) > 0) == (table_format == "16-bit" or gluon != "wgmma")
     assert binary.count(r"cp\.async\.bulk") == 0
-    # fp8 rows are decoded once, not byte by byte out of shared memory.
+    # fp8 rows are not decoded byte by byte out of shared memory.
     assert binary.count(r"ld\.shared\.[bu]8") == 0
     # Launched beside the end of the kernel before it: nothing is read before that has ended.
     waits = binary.ptx.find("griddepcontrol.wait")

@@ -20,6 +20,7 @@ from tests.kernels.reference import (
     join_lists,
     make_inputs,
     poison_unused_rows,
+    share_rows,
 )
 
 OPS = OVERLAY / "vllm/v1/attention/ops"
@@ -29,7 +30,7 @@ MODULES = {"mma": "gluon_mla_sparse.py", "wgmma": "gluon_mla_sparse_sm90.py"}
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
 KV_FORMATS = ["16-bit", "fp8_e4m3", "fp8_ds_mla"]
 #: Those of `mma` that the table may lack: few and many KV rows a tile, with one buffer and two.
-MMA_TILES = {"16-bit": [(16, 16, 1), (16, 16, 2), (16, 32, 1)], "fp8": [(16, 16, 1), (8, 32, 1)]}
+MMA_TILES = {"16-bit": [(16, 16, 1), (16, 16, 2), (16, 32, 1)], "fp8": [(16, 16, 1), (8, 16, 2), (8, 32, 1)]}
 
 
 class Tile(NamedTuple):
@@ -98,7 +99,7 @@ def test_any_head_count(interpreter, num_heads, tile):
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize("tile", USUAL, ids=str)
 def test_counts_around_the_tile_edges(interpreter, tile, num_splits, num_buffers, kv_format):
-    tile = tile._replace(num_stages=num_buffers if kv_format == "16-bit" else 1)
+    tile = tile._replace(num_stages=num_buffers if tile.gluon == "mma" or kv_format == "16-bit" else 1)
     size = tile.block_n
     counts = [0, 1, *(tiles * size + more for tiles in (1, 2) for more in (-1, 0, 1)), 3 * size + 1]
     interpreter.submit(check_matches_reference, tile, counts, 4, num_splits, kv_format=kv_format).result()
@@ -137,6 +138,19 @@ def check_strides(tile: Tile) -> None:
 @pytest.mark.parametrize("tile", USUAL, ids=str)
 def test_strided_query_and_padded_rows(interpreter, tile):
     interpreter.submit(check_strides, tile).result()
+
+
+def check_tokens_left_alone(tile: Tile, num_splits: int) -> None:
+    inputs = make_inputs([64, 64, 50, 64, 7], 8, 64, num_rows=1000)
+    share_rows(inputs)
+    tile = tile._replace(block_h=16, num_stages=1, group=2)
+    assert_matches_reference(*attention(inputs, tile, num_splits), inputs)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("tile", USUAL, ids=str)
+def test_pairs_that_share_little_are_left_alone(interpreter, tile, num_splits):
+    interpreter.submit(check_tokens_left_alone, tile, num_splits).result()
 
 
 def check_large_values(tile: Tile) -> None:

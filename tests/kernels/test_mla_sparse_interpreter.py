@@ -19,6 +19,7 @@ from tests.kernels.reference import (
     assert_matches_reference,
     join_lists,
     make_inputs,
+    share_rows,
     poison_unused_rows,
     sparse_mla_reference,
 )
@@ -259,6 +260,27 @@ def check_pairs(counts: list[int], num_heads: int, num_splits: int, kv_format: s
 def test_pairs_of_tokens(interpreter, counts, num_heads, num_splits, kv_format):
     """Two tokens a program, over the union of their lists; the last token may be alone."""
     interpreter.submit(check_pairs, counts, num_heads, num_splits, kv_format).result()
+
+
+def check_tokens_left_alone(num_splits: int) -> None:
+    inputs = make_inputs([64, 64, 50, 64, 7], 8, 64, num_rows=1000)
+    share_rows(inputs)
+    launches = []
+
+    def join(*args) -> None:
+        join_lists(*args)
+        launches.append([counts.tolist() for counts in args[3:]])
+
+    kernels().union_launcher = lambda: join
+    out = attention(inputs, num_splits, config=pair_config())
+    assert launches == [[[64, -1, -1], [-1, -1, 50, 64, 7]]]
+    assert_matches_reference(*out, inputs)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_pairs_that_share_little_are_left_alone(interpreter, num_splits):
+    """They are served by another launch, of one token a program."""
+    interpreter.submit(check_tokens_left_alone, num_splits).result()
 
 
 def check_long_prefill() -> None:

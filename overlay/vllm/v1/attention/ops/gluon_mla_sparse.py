@@ -25,7 +25,6 @@ from vllm.model_executor.warmup.jit_warmup_triton_helper import (
     DispatchSpec,
     triton_kernel_dispatcher_with_warmup,
 )
-from vllm.v1.attention.ops.e4m3 import _FP16_ASM
 from vllm.v1.attention.ops.triton_mla_sparse import (
     _FP8,
     _LOG2E,
@@ -33,6 +32,7 @@ from vllm.v1.attention.ops.triton_mla_sparse import (
     _MASKED,
     _MODEL,
     _RANK,
+    _ROPE,
     _ROPE_BYTES,
     _SCALES,
     _TILE,
@@ -50,23 +50,75 @@ _ROPE_TILE = gl.constexpr(16)
 # last rescaled: up to 2^8, which float16 holds as exactly as numbers up to 1.
 _MAX_GROWTH = gl.constexpr(0x41000000)  # 8.0 in bits
 
-# Four e4m3 bytes ($2) to two pairs of float16 ($0, $1), times a pair of factors: by
-# the instruction, and where there is none, which leaves 2^8 to the factors.
-DECODE_ASM = gl.constexpr("""{
+# Four e4m3 bytes of a key ($2) to two pairs of float16 ($0, $1): by the instruction,
+# and where there is none by moving bits, which divides by 2^8. An operand of inline
+# assembly stands there for each of the four results.
+_KEYS_ASM = gl.constexpr("""{
 .reg .b16 a, b;
-.reg .b32 c, d;
 mov.b32 {a, b}, $2;
-cvt.rn.f16x2.e4m3x2 c, a;
-cvt.rn.f16x2.e4m3x2 d, b;
-mul.rn.f16x2 $0, c, $3;
-mul.rn.f16x2 $1, d, $3;
+cvt.rn.f16x2.e4m3x2 $0, a;
+cvt.rn.f16x2.e4m3x2 $1, b;
 }""")
-_SOFTWARE_DECODE_ASM = gl.constexpr(_FP16_ASM.value.replace("$5", "$3"))
+_KEYS_SOFTWARE_ASM = gl.constexpr("""{
+.reg .b32 a, b, c, d;
+prmt.b32 a, $2, 0, 0x1404;
+prmt.b32 b, $2, 0, 0x3424;
+shr.u32 c, a, 1;
+shr.u32 d, b, 1;
+and.b32 c, c, 0x3f803f80;
+and.b32 d, d, 0x3f803f80;
+lop3.b32 $0, a, 0x80008000, c, 0xEA;
+lop3.b32 $1, b, 0x80008000, d, 0xEA;
+}""")
+# Four e4m3 bytes of each of two keys ($4, $12) to four pairs of float16 ($0 to $3),
+# one value of each key, times a pair of factors ($20).
+_VALUES_ASM = gl.constexpr("""{
+.reg .b32 a, b;
+.reg .b16 c, d, e, f;
+prmt.b32 a, $4, $12, 0x5140;
+prmt.b32 b, $4, $12, 0x7362;
+mov.b32 {c, d}, a;
+mov.b32 {e, f}, b;
+cvt.rn.f16x2.e4m3x2 $0, c;
+cvt.rn.f16x2.e4m3x2 $1, d;
+cvt.rn.f16x2.e4m3x2 $2, e;
+cvt.rn.f16x2.e4m3x2 $3, f;
+mul.rn.f16x2 $0, $0, $20;
+mul.rn.f16x2 $1, $1, $20;
+mul.rn.f16x2 $2, $2, $20;
+mul.rn.f16x2 $3, $3, $20;
+}""")
+_VALUES_SOFTWARE_ASM = gl.constexpr("""{
+.reg .b32 a, b, c, d, e, f;
+prmt.b32 a, $4, $12, 0x5140;
+prmt.b32 b, $4, $12, 0x7362;
+prmt.b32 c, a, 0, 0x1404;
+prmt.b32 d, a, 0, 0x3424;
+prmt.b32 e, b, 0, 0x1404;
+prmt.b32 f, b, 0, 0x3424;
+shr.u32 $0, c, 1;
+shr.u32 $1, d, 1;
+shr.u32 $2, e, 1;
+shr.u32 $3, f, 1;
+and.b32 $0, $0, 0x3f803f80;
+and.b32 $1, $1, 0x3f803f80;
+and.b32 $2, $2, 0x3f803f80;
+and.b32 $3, $3, 0x3f803f80;
+lop3.b32 $0, c, 0x80008000, $0, 0xEA;
+lop3.b32 $1, d, 0x80008000, $1, 0xEA;
+lop3.b32 $2, e, 0x80008000, $2, 0xEA;
+lop3.b32 $3, f, 0x80008000, $3, 0xEA;
+mul.rn.f16x2 $0, $0, $20;
+mul.rn.f16x2 $1, $1, $20;
+mul.rn.f16x2 $2, $2, $20;
+mul.rn.f16x2 $3, $3, $20;
+}""")
 _SOFTWARE_FACTOR = gl.constexpr(256.0)
-# A float32 to a pair of the same float16, and the pairs of 1 and of 2^8.
-TWICE_ASM = gl.constexpr("cvt.rn.f16x2.f32 $0, $1, $1;")
-TWICE_ONE = gl.constexpr(0x3C003C00)
+# Pairs of float16: of 1 and of that factor.
+_TWICE_ONE = gl.constexpr(0x3C003C00)
 _TWICE_SOFTWARE_FACTOR = gl.constexpr(0x5C005C00)
+# Two float32 to a pair of float16.
+_PAIR_ASM = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 # A pair of bfloat16 ($1) to a pair of float16 ($0).
 BF16_TO_FP16_ASM = gl.constexpr("""{
 .reg .b32 a, b;
@@ -212,6 +264,67 @@ def _partial_layout(block_n, block_h):
     )
 
 
+# How a warp holds words of fp8 rows, so that once decoded they are operands of matrix
+# instructions, but in another order: a thread of a group of four has 32 bytes of a key,
+# and one of eight groups 16 bytes of each value. The last dimension is that of the
+# results of a word.
+@gluon.constexpr_function
+def _keys_layout(block_n):
+    rows = [[0, 1 << bit, 0, 0] for bit in range(block_n.bit_length() - 1)]
+    words = [[0, 0, 1 << bit, 0] for bit in range(5)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], [0, 0, 0, 2], *words[:3], *rows[3:]],
+        lane_bases=words[3:] + rows[:3],
+        warp_bases=[[1, 0, 0, 0], [2, 0, 0, 0]],
+        block_bases=[],
+        shape=[4, block_n, 32, 4],
+    )
+
+
+@gluon.constexpr_function
+def _values_layout(block_n):
+    """Return that of [4, block_n / 2, 32, 8]: words of two keys."""
+    pairs = [[0, 1 << bit, 0, 0] for bit in range(block_n.bit_length() - 2)]
+    words = [[0, 0, 1 << bit, 0] for bit in range(5)]
+    results = [[0, 0, 0, 1 << bit] for bit in range(3)]
+    return gl.DistributedLinearLayout(
+        reg_bases=results + words[:2] + pairs[2:],
+        lane_bases=pairs[:2] + words[2:],
+        warp_bases=[[1, 0, 0, 0], [2, 0, 0, 0]],
+        block_bases=[],
+        shape=[4, block_n // 2, 32, 8],
+    )
+
+
+@gluon.constexpr_function
+def _value_words_layout(block_n):
+    """Return that of [4, block_n, 32]: the words, key by key."""
+    rows = [[0, 1 << bit, 0] for bit in range(block_n.bit_length() - 1)]
+    words = [[0, 0, 1 << bit] for bit in range(5)]
+    return gl.DistributedLinearLayout(
+        reg_bases=words[:2] + rows[:1] + rows[3:],
+        lane_bases=rows[1:3] + words[2:],
+        warp_bases=[[1, 0, 0], [2, 0, 0]],
+        block_bases=[],
+        shape=[4, block_n, 32],
+    )
+
+
+@gluon.constexpr_function
+def _rope_layout(block_n, words):
+    """Return that of [block_n, words, results of a word]: the RoPE values of a part."""
+    rows = [[1 << bit, 0, 0] for bit in range(block_n.bit_length() - 1)]
+    bits = [[0, 1 << bit, 0] for bit in range(words.bit_length() - 1)]
+    results = [[0, 0, 1], [0, 0, 2]][: 7 - len(bits) - 1]
+    return gl.DistributedLinearLayout(
+        reg_bases=results + bits[:-4] + rows[3:],
+        lane_bases=bits[-4:-2] + rows[:3],
+        warp_bases=bits[-2:],
+        block_bases=[],
+        shape=[block_n, words, 64 // words],
+    )
+
+
 @gluon.jit
 def _row_columns(WIDTH: gl.constexpr, layout: gl.constexpr):
     """Return the places [4, 1, WIDTH] of the values of all parts in a row."""
@@ -247,101 +360,163 @@ def _copy_rows(
 
 
 @gluon.jit
-def _load_packed(
+def _copy_packed(
     kv_ptr,
     rows,
     rows_rope,
+    rows_scales,
+    latent,  # shared [4, BLOCK_N, 32]
+    rope,  # shared [BLOCK_N, 16] or [BLOCK_N, 32]
+    scales,  # shared [BLOCK_N, 4]
     KV_STRIDE: gl.constexpr,
     KV_FORMAT: gl.constexpr,
     GROUP: gl.constexpr,
     HAS_ROPE: gl.constexpr,
-    PACKED: gl.constexpr,
-    PACKED_ROPE: gl.constexpr,
+    COPY: gl.constexpr,
+    COPY_ROPE: gl.constexpr,
+    COPY_SCALES: gl.constexpr,
 ):
-    """Return fp8 rows in words: latent values, RoPE; and scales [4, BLOCK_N]."""
-    # Bytes would take a register each.
+    """Start copying fp8 rows as they are, in words. Those below 0 become 0."""
     words = kv_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    row_ptr = row_pointers(words, rows, KV_STRIDE // 4, GROUP)
-    used = rows >= 0
-    ptr = row_ptr[None, :, None] + _row_columns(_TILE // 4, PACKED)
-    latent = gl.load(ptr, mask=used[None, :, None], other=0)
-    rope = latent
+    row_ptr = row_pointers(words, rows, KV_STRIDE // 4, GROUP)[None, :, None]
+    ptr = row_ptr + _row_columns(_TILE // 4, COPY)
+    used = (rows >= 0)[None, :, None]
+    async_copy.async_copy_global_to_shared(latent, ptr, mask=used)
     if HAS_ROPE:
-        rope_ptr = row_pointers(words, rows_rope, KV_STRIDE // 4, GROUP)
-        if KV_FORMAT == _FP8:
-            columns = _RANK // 4 + _row_columns(_ROPE_TILE // 4, PACKED_ROPE)
-        else:
-            columns = _ROPE_BYTES // 4 + _row_columns(_ROPE_TILE // 2, PACKED_ROPE)
-        used_rope = (rows_rope >= 0)[None, :, None]
-        rope = gl.load(rope_ptr[None, :, None] + columns, mask=used_rope, other=0)
-    scales = rows  # of fp8_e4m3 there are none
+        FIRST: gl.constexpr = _RANK // 4 if KV_FORMAT == _FP8 else _ROPE_BYTES // 4
+        row_ptr = row_pointers(words, rows_rope, KV_STRIDE // 4, GROUP)[:, None]
+        offs = gl.arange(0, rope.shape[1], layout=gl.SliceLayout(0, COPY_ROPE))
+        used = (rows_rope >= 0)[:, None]
+        async_copy.async_copy_global_to_shared(
+            rope, row_ptr + (FIRST + offs)[None, :], mask=used
+        )
     if KV_FORMAT != _FP8:
         floats = kv_ptr.to(gl.pointer_type(gl.float32), bitcast=True)
-        row_ptr = row_pointers(floats, rows, KV_STRIDE // 4, GROUP)
-        part = gl.arange(0, _PARTS, layout=_dim0(PACKED))
-        ptr = row_ptr[None, :] + (_SCALES // 4 + part)[:, None]
-        scales = gl.load(ptr, mask=used[None, :], other=0.0)
-    return latent, rope, scales
+        row_ptr = row_pointers(floats, rows_scales, KV_STRIDE // 4, GROUP)[:, None]
+        offs = gl.arange(0, _PARTS, layout=gl.SliceLayout(0, COPY_SCALES))
+        used = (rows_scales >= 0)[:, None]
+        async_copy.async_copy_global_to_shared(
+            scales, row_ptr + (_SCALES // 4 + offs)[None, :], mask=used
+        )
+    async_copy.commit_group()
 
 
 @gluon.jit
-def _decode(words, twice, HAS_E4M3: gl.constexpr):
-    """Return [4, N, 2 M] pairs of float16 for [4, N, M] words of four e4m3 values."""
-    low, high = gl.inline_asm_elementwise(
-        DECODE_ASM if HAS_E4M3 else _SOFTWARE_DECODE_ASM,
-        "=r,=r,r,r",
-        [words, twice],
-        dtype=(gl.int32, gl.int32),
+def _decode_keys(words, HAS_E4M3: gl.constexpr):
+    """Return float16 [..., 4] for words [..., 1] of four e4m3 values."""
+    return gl.inline_asm_elementwise(
+        _KEYS_ASM if HAS_E4M3 else _KEYS_SOFTWARE_ASM,
+        "=r,=r,r,r,r,r",
+        [words],
+        dtype=gl.float16,
         is_pure=True,
-        pack=1,
+        pack=4,
     )
-    pairs = gl.join(low, high)
-    return gl.reshape(pairs, [words.shape[0], words.shape[1], 2 * words.shape[2]])
 
 
 @gluon.jit
-def _store_decoded(
-    packed,
-    latent,
-    rope,
-    KV_FORMAT: gl.constexpr,
-    HAS_ROPE: gl.constexpr,
-    HAS_E4M3: gl.constexpr,
-    LATENT_WORDS: gl.constexpr,
-    ROPE_WORDS: gl.constexpr,
+def _load_keys(latent, BLOCK_N: gl.constexpr, HAS_E4M3: gl.constexpr):
+    """Return the halves of the keys, float16 [4, BLOCK_N, 64], without their scales."""
+    WIDE: gl.constexpr = _keys_layout(BLOCK_N)
+    words = latent.load(gl.SliceLayout(3, WIDE))[:, :, :, None]
+    words, _ = gl.broadcast(
+        words, gl.zeros([_PARTS, BLOCK_N, _TILE // 4, 4], gl.int32, WIDE)
+    )
+    value = _decode_keys(words, HAS_E4M3)
+    # [.., thread, half, word, pair, value]
+    value = gl.reshape(value, [_PARTS, BLOCK_N, 4, 2, 4, 2, 2])
+    value = gl.permute(value, (0, 1, 4, 5, 2, 6, 3))
+    return gl.split(gl.reshape(value, [_PARTS, BLOCK_N, _HALF, 2]))
+
+
+@gluon.jit
+def _load_rope_keys(
+    rope, BLOCK_N: gl.constexpr, KV_FORMAT: gl.constexpr, HAS_E4M3: gl.constexpr
 ):
-    """Store what `_load_packed` returned as float16 [4, N, 128] and [4, N, 16]."""
-    words, words_rope, scales = packed
-    ONE: gl.constexpr = TWICE_ONE if HAS_E4M3 else _TWICE_SOFTWARE_FACTOR
+    """Return the RoPE values of the keys, float16 [4, BLOCK_N, 16]."""
+    WORDS: gl.constexpr = rope.shape[1]
+    WIDE: gl.constexpr = _rope_layout(BLOCK_N, WORDS)
+    words = rope.load(gl.SliceLayout(2, WIDE))[:, :, None]
+    words, _ = gl.broadcast(
+        words, gl.zeros([BLOCK_N, WORDS, _ROPE // WORDS], gl.int32, WIDE)
+    )
     if KV_FORMAT == _FP8:
-        twice = gl.full_like(words, ONE)
+        value = _decode_keys(words, HAS_E4M3)
     else:
-        if not HAS_E4M3:
-            scales *= _SOFTWARE_FACTOR
-        twice = gl.inline_asm_elementwise(
-            TWICE_ASM, "=r,r", [scales], dtype=gl.int32, is_pure=True, pack=1
-        )[:, :, None]
-    pairs = _decode(words, twice, HAS_E4M3)
-    latent._reinterpret(gl.int32, pairs.shape, LATENT_WORDS).store(pairs)
-    if HAS_ROPE:
-        if KV_FORMAT == _FP8:
-            pairs = _decode(words_rope, gl.full_like(words_rope, ONE), HAS_E4M3)
-        else:
-            pairs = gl.inline_asm_elementwise(
-                BF16_TO_FP16_ASM, "=r,r", [words_rope], dtype=gl.int32,
-                is_pure=True, pack=1,
-            )  # fmt: skip
-        rope._reinterpret(gl.int32, pairs.shape, ROPE_WORDS).store(pairs)
+        value = gl.inline_asm_elementwise(
+            BF16_TO_FP16_ASM, "=r,r,r", [words], dtype=gl.float16, is_pure=True, pack=2
+        )
+    # [.., part, thread, pair, value]
+    value = gl.reshape(value, [BLOCK_N, _PARTS, 4, 2, 2])
+    value = gl.permute(value, (1, 0, 3, 2, 4))
+    return gl.reshape(value, [_PARTS, BLOCK_N, _ROPE_TILE])
+
+
+@gluon.jit
+def _split_keys(value, layout: gl.constexpr):
+    """Return [4, BLOCK_N / 2, ...] of the even keys and of the odd ones."""
+    if len(value.shape) == 2:
+        value = gl.reshape(value, [_PARTS, value.shape[1] // 2, 2])
+    else:
+        shape: gl.constexpr = [_PARTS, value.shape[1] // 2, 2, value.shape[2]]
+        value = gl.permute(gl.reshape(value, shape), (0, 1, 3, 2))
+    even, odd = gl.split(value)
+    return gl.convert_layout(even, layout), gl.convert_layout(odd, layout)
+
+
+@gluon.jit
+def _decode_values(words, factors, BLOCK_N: gl.constexpr, HAS_E4M3: gl.constexpr):
+    """Return the values, float16 [4, 128, BLOCK_N], of words [4, BLOCK_N, 32].
+
+    The factors [4, BLOCK_N / 2] are pairs of float16. Columns are those of
+    `_in_order`.
+    """
+    WIDE: gl.constexpr = _values_layout(BLOCK_N)
+    even, odd = _split_keys(words, gl.SliceLayout(3, WIDE))
+    zeros = gl.zeros([_PARTS, BLOCK_N // 2, _TILE // 4, 8], gl.int32, WIDE)
+    even, _ = gl.broadcast(even[:, :, :, None], zeros)
+    odd, _ = gl.broadcast(odd[:, :, :, None], zeros)
+    factors, _ = gl.broadcast(factors[:, :, None, None], zeros)
+    value = gl.inline_asm_elementwise(
+        _VALUES_ASM if HAS_E4M3 else _VALUES_SOFTWARE_ASM,
+        "=&r,=&r,=&r,=&r" + ",r" * 24,
+        [even, odd, factors],
+        dtype=gl.float16,
+        is_pure=True,
+        pack=8,
+    )
+    # [.., thread, word, pair, value, key]
+    value = gl.reshape(value, [_PARTS, BLOCK_N // 2, 8, 4, 2, 2, 2])
+    value = gl.permute(value, (0, 3, 4, 5, 2, 1, 6))
+    return gl.reshape(value, [_PARTS, _TILE, BLOCK_N])
+
+
+@gluon.jit
+def _in_order(value):
+    """Return accumulators [4, 128, BLOCK_H] over decoded values in their true order."""
+    value = gl.reshape(value, [_PARTS, 8, 2, 8, value.shape[2]])
+    value = gl.permute(value, (0, 3, 1, 2, 4))
+    return gl.reshape(value, [_PARTS, _TILE, value.shape[4]])
 
 
 @gluon.jit
 def _load_query(
     q_ptr, stride0, stride1, token, head, mask, FIRST: gl.constexpr,
-    WIDTH: gl.constexpr, STEP: gl.constexpr, DTYPE: gl.constexpr, layout: gl.constexpr,
+    WIDTH: gl.constexpr, STEP: gl.constexpr, DTYPE: gl.constexpr,
+    KV_FORMAT: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Return WIDTH columns from FIRST on, of every STEP: [4, WIDTH, BLOCK_H]."""
+    """Return WIDTH columns from FIRST on, of every STEP: [4, WIDTH, BLOCK_H].
+
+    For fp8 they come in the order of decoded keys, whose second half starts with
+    column 16.
+    """
     part = gl.arange(0, _PARTS, layout=_dim0(layout))[:, None, None]
     column = gl.arange(0, WIDTH, layout=_dim1(layout))[None, :, None]
+    if KV_FORMAT != _MODEL:
+        pair = column // 2
+        column = (
+            pair % 4 * (STEP // 4) + column // 16 * 4 + pair // 4 % 2 * 2 + column % 2
+        )
     ptr = q_ptr + (token * stride0 + head * stride1)[None, None, :]
     ptr += part * STEP + FIRST + column
     value = gl.load(ptr, mask=mask[None, None, :], other=0.0)
@@ -375,7 +550,7 @@ def sparse_mla_mma_kernel(
     GROUP: gl.constexpr,
     BLOCK_H: gl.constexpr,  # 8 or 16
     BLOCK_N: gl.constexpr,  # 16 or 32
-    NUM_BUFFERS: gl.constexpr,  # tiles of KV rows in shared memory: 1, or 2 of 16-bit
+    NUM_BUFFERS: gl.constexpr,  # tiles of KV rows in shared memory: 1 or 2
     HAS_E4M3: gl.constexpr,  # whether there is an instruction that decodes e4m3
     LAUNCH_PDL: gl.constexpr,
 ):
@@ -391,32 +566,37 @@ def sparse_mla_mma_kernel(
     )
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    COPY: gl.constexpr = gl.BlockedLayout(
-        [1, BLOCK_N // 2, 8], [1, 2, 16], [4, 1, 1], [2, 1, 0]
-    )
-    COPY_ROPE: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 8], [1, 16, 2], [4, 1, 1], [2, 1, 0]
-    )
-    PACKED: gl.constexpr = gl.BlockedLayout(
-        [1, BLOCK_N // 4, 4], [1, 4, 8], [4, 1, 1], [2, 1, 0]
-    )
-    PACKED_ROPE: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 2 if KV_FORMAT == _FP8 else 4], [1, 16, 2], [4, 1, 1], [2, 1, 0]
-    )
-    ROWS: gl.constexpr = _dim1(COPY if KV_FORMAT == _MODEL else PACKED)
-    ROWS_ROPE: gl.constexpr = _dim1(COPY_ROPE if KV_FORMAT == _MODEL else PACKED_ROPE)
+    if KV_FORMAT == _MODEL:
+        COPY: gl.constexpr = gl.BlockedLayout(
+            [1, BLOCK_N // 2, 8], [1, 2, 16], [4, 1, 1], [2, 1, 0]
+        )
+        COPY_ROPE: gl.constexpr = gl.BlockedLayout(
+            [1, 1, 8], [1, 16, 2], [4, 1, 1], [2, 1, 0]
+        )
+        ROWS_ROPE: gl.constexpr = _dim1(COPY_ROPE)
+    else:
+        COPY: gl.constexpr = gl.BlockedLayout(
+            [1, BLOCK_N // 4, 4], [1, 4, 8], [4, 1, 1], [2, 1, 0]
+        )
+        # Whole rows, since a piece of a row costs as much as 128 bytes of it.
+        ROPE_WORDS: gl.constexpr = _ROPE // (4 if KV_FORMAT == _FP8 else 2)
+        COPY_ROPE: gl.constexpr = gl.BlockedLayout(
+            [1, 4], [128 // ROPE_WORDS, ROPE_WORDS // 4], [4, 1], [1, 0]
+        )
+        ROWS_ROPE: gl.constexpr = gl.SliceLayout(1, COPY_ROPE)
+        COPY_SCALES: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+        ROWS_SCALES: gl.constexpr = gl.SliceLayout(1, COPY_SCALES)
+    ROWS: gl.constexpr = _dim1(COPY)
     ENTRIES: gl.constexpr = _entries_layout(BLOCK_N)
     # Scores and probabilities, as the second product takes them, in every warp.
     PROBS: gl.constexpr = gl.SliceLayout(0, RIGHT)
     PROBS_KEYS: gl.constexpr = gl.SliceLayout(1, PROBS)
     PROBS_HEADS: gl.constexpr = gl.SliceLayout(0, PROBS)
     PARTIAL: gl.constexpr = _partial_layout(BLOCK_N, BLOCK_H)
-    # The rows that a matrix instruction takes at once lie in different banks.
-    LATENT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-    LATENT_WORDS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
-    ROPE: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0])
-    ROPE_WORDS: gl.constexpr = gl.SwizzledSharedLayout(4, 4, 2, [2, 1, 0])
-
+    VALUE_WORDS: gl.constexpr = _value_words_layout(BLOCK_N)
+    FACTORS: gl.constexpr = gl.SliceLayout(
+        2, gl.SliceLayout(3, _values_layout(BLOCK_N))
+    )
     group, head_block = place_of_program(num_heads, HEADS_PER_BLOCK)
     split = gl.program_id(1)
     num_splits = gl.num_programs(1)
@@ -425,59 +605,66 @@ def sparse_mla_mma_kernel(
         # What wrote the query may still run.
         pdl("griddepcontrol.wait; // $0")
     row_list = lists_ptr + group * list_width
-    count = gl.minimum(gl.load(counts_ptr + group), list_width)
+    count = gl.load(counts_ptr + group)
+    if count < 0:
+        return
+    count = gl.minimum(count, list_width)
     start, end = part_of_list(count, num_splits, split, BLOCK_N)
-    rows = load_entries(row_list, start, end, BLOCK_N, ROWS)
-    rows_rope = load_entries(row_list, start, end, BLOCK_N, ROWS_ROPE)
-    next_n = start + BLOCK_N
-    next_rows = load_entries(row_list, next_n, end, BLOCK_N, ROWS)
-    next_rows_rope = load_entries(row_list, next_n, end, BLOCK_N, ROWS_ROPE)
-
-    latent = gl.allocate_shared_memory(
-        DTYPE, [NUM_BUFFERS, _PARTS, BLOCK_N, _TILE], LATENT
-    )
-    rope = gl.allocate_shared_memory(
-        DTYPE, [NUM_BUFFERS, _PARTS, BLOCK_N, _ROPE_TILE], ROPE
-    )
+    # The rows that a matrix instruction takes at once lie in different banks.
     if KV_FORMAT == _MODEL:
-        _copy_rows(
-            kv_ptr, rows, rows_rope, latent.index(0), rope.index(0),
-            KV_STRIDE, GROUP, HAS_ROPE, COPY, COPY_ROPE,
-        )  # fmt: skip
-        if NUM_BUFFERS > 1:
+        LATENT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+        ROPE: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0])
+        latent = gl.allocate_shared_memory(
+            DTYPE, [NUM_BUFFERS, _PARTS, BLOCK_N, _TILE], LATENT
+        )
+        rope = gl.allocate_shared_memory(
+            DTYPE, [NUM_BUFFERS, _PARTS, BLOCK_N, _ROPE_TILE], ROPE
+        )
+    else:
+        LATENT: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
+        ROPE: gl.constexpr = gl.SwizzledSharedLayout(ROPE_WORDS // 4, 1, 4, [1, 0])
+        SCALES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        latent = gl.allocate_shared_memory(
+            gl.int32, [NUM_BUFFERS, _PARTS, BLOCK_N, _TILE // 4], LATENT
+        )
+        rope = gl.allocate_shared_memory(
+            gl.int32, [NUM_BUFFERS, BLOCK_N, ROPE_WORDS], ROPE
+        )
+        scales = gl.allocate_shared_memory(
+            gl.float32, [NUM_BUFFERS, BLOCK_N, _PARTS], SCALES
+        )
+    for ahead in gl.static_range(NUM_BUFFERS):
+        n = start + ahead * BLOCK_N
+        rows = load_entries(row_list, n, end, BLOCK_N, ROWS)
+        rows_rope = load_entries(row_list, n, end, BLOCK_N, ROWS_ROPE)
+        if KV_FORMAT == _MODEL:
             _copy_rows(
-                kv_ptr, next_rows, next_rows_rope, latent.index(1), rope.index(1),
+                kv_ptr, rows, rows_rope, latent.index(ahead), rope.index(ahead),
                 KV_STRIDE, GROUP, HAS_ROPE, COPY, COPY_ROPE,
             )  # fmt: skip
-    else:
-        packed = _load_packed(
-            kv_ptr, rows, rows_rope,
-            KV_STRIDE, KV_FORMAT, GROUP, HAS_ROPE, PACKED, PACKED_ROPE,
-        )  # fmt: skip
-        _store_decoded(
-            packed, latent.index(0), rope.index(0),
-            KV_FORMAT, HAS_ROPE, HAS_E4M3, LATENT_WORDS, ROPE_WORDS,
-        )  # fmt: skip
-        packed = _load_packed(
-            kv_ptr, next_rows, next_rows_rope,
-            KV_STRIDE, KV_FORMAT, GROUP, HAS_ROPE, PACKED, PACKED_ROPE,
-        )  # fmt: skip
+        else:
+            _copy_packed(
+                kv_ptr, rows, rows_rope,
+                load_entries(row_list, n, end, BLOCK_N, ROWS_SCALES),
+                latent.index(ahead), rope.index(ahead), scales.index(ahead),
+                KV_STRIDE, KV_FORMAT, GROUP, HAS_ROPE, COPY, COPY_ROPE, COPY_SCALES,
+            )  # fmt: skip
 
     token, head, mask_q = query_rows(
         group, head_block, num_tokens, num_heads, GROUP, BLOCK_H, _dim2(RIGHT)
     )
     q_low = _load_query(
         q_nope_ptr, q_nope_stride0, q_nope_stride1, token, head, mask_q,
-        0, _HALF, _TILE, DTYPE, RIGHT,
+        0, _HALF, _TILE, DTYPE, KV_FORMAT, RIGHT,
     )  # fmt: skip
     q_high = _load_query(
         q_nope_ptr, q_nope_stride0, q_nope_stride1, token, head, mask_q,
-        _HALF, _HALF, _TILE, DTYPE, RIGHT,
+        _HALF if KV_FORMAT == _MODEL else 16, _HALF, _TILE, DTYPE, KV_FORMAT, RIGHT,
     )  # fmt: skip
     if HAS_ROPE:
         q_pe = _load_query(
             q_pe_ptr, q_pe_stride0, q_pe_stride1, token, head, mask_q,
-            0, _ROPE_TILE, _ROPE_TILE, DTYPE, RIGHT,
+            0, _ROPE_TILE, _ROPE_TILE, DTYPE, KV_FORMAT, RIGHT,
         )  # fmt: skip
 
     # exp2 is the hardware's exponential. Scaling after the fp32 products keeps
@@ -487,7 +674,7 @@ def sparse_mla_mma_kernel(
         scale_log2 *= 1.0 / QUERY_FACTOR
     if KV_FORMAT == _FP8:
         kv_scale = gl.load(kv_scale_ptr)
-        scale_log2 *= kv_scale
+        scale_log2 *= kv_scale if HAS_E4M3 else kv_scale * _SOFTWARE_FACTOR
     member = gl.arange(0, BLOCK_H, layout=PROBS_HEADS) // HEADS_PER_BLOCK
     acc = gl.zeros([_PARTS, _TILE, BLOCK_H], gl.float32, MMA)
     row_max = gl.full([BLOCK_H], _MASKED, gl.float32, PROBS_HEADS)
@@ -498,13 +685,14 @@ def sparse_mla_mma_kernel(
 
     # Where registers allow it, a tile is read for both products before the warps wait
     # for each other, and its memory is free for another one after that.
-    EARLY: gl.constexpr = BLOCK_N * BLOCK_H <= 256
+    EARLY: gl.constexpr = KV_FORMAT != _MODEL or BLOCK_N * BLOCK_H <= 256
     # Rows are asked for one or two tiles before they are multiplied. A thread holds
     # one entry of each tile, and gets those that it needs from shared memory.
-    TWO_AHEAD: gl.constexpr = NUM_BUFFERS > 1 or KV_FORMAT != _MODEL
     entries = load_entries(row_list, start, end, BLOCK_N, ENTRIES)
+    next_n = start + BLOCK_N
     next_entries = load_entries(row_list, next_n, end, BLOCK_N, ENTRIES)
     last_entries = load_entries(row_list, next_n + BLOCK_N, end, BLOCK_N, ENTRIES)
+    far_entries = load_entries(row_list, next_n + 2 * BLOCK_N, end, BLOCK_N, ENTRIES)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     keys_shared = gl.allocate_shared_memory(gl.int32, [BLOCK_N], plain)
     rows_shared = gl.allocate_shared_memory(gl.int32, [BLOCK_N], plain)
@@ -517,29 +705,72 @@ def sparse_mla_mma_kernel(
     for n in range(start, end, BLOCK_N):
         keys_latent = latent.index(buffer)
         keys_rope = rope.index(buffer)
-        if KV_FORMAT == _MODEL:
-            async_copy.wait_group(NUM_BUFFERS - 1)
+        async_copy.wait_group(NUM_BUFFERS - 1)
         gl.barrier()
         keys_shared.store(entries)
-        rows_shared.store(last_entries if TWO_AHEAD else next_entries)
+        rows_shared.store(last_entries if NUM_BUFFERS > 1 else next_entries)
 
         # Two chains of dependent matrix instructions, half as long as one.
-        scores = mma_v2(keys_latent.slice(0, _HALF, 2).load(LEFT), q_low, zeros)
-        other = mma_v2(keys_latent.slice(_HALF, _HALF, 2).load(LEFT), q_high, zeros)
-        if HAS_ROPE:
-            scores = mma_v2(keys_rope.load(LEFT), q_pe, scores)
-        if EARLY:
-            values = keys_latent.permute((0, 2, 1)).load(LEFT)
-        partial.store(scores + other)
+        if KV_FORMAT == _MODEL:
+            scores = mma_v2(keys_latent.slice(0, _HALF, 2).load(LEFT), q_low, zeros)
+            other = mma_v2(keys_latent.slice(_HALF, _HALF, 2).load(LEFT), q_high, zeros)
+            if HAS_ROPE:
+                scores = mma_v2(keys_rope.load(LEFT), q_pe, scores)
+            scores += other
+            if EARLY:
+                values = keys_latent.permute((0, 2, 1)).load(LEFT)
+        else:
+            low, high = _load_keys(keys_latent, BLOCK_N, HAS_E4M3)
+            scores = mma_v2(gl.convert_layout(low, LEFT), q_low, zeros)
+            other = mma_v2(gl.convert_layout(high, LEFT), q_high, zeros)
+            scores += other
+            if KV_FORMAT != _FP8:
+                factor = (
+                    scales.index(buffer).permute((1, 0)).load(gl.SliceLayout(2, MMA))
+                )
+                if not HAS_E4M3:
+                    factor *= _SOFTWARE_FACTOR
+                scores *= factor[:, :, None]
+            if HAS_ROPE:
+                rope_keys = _load_rope_keys(keys_rope, BLOCK_N, KV_FORMAT, HAS_E4M3)
+                rope_keys = gl.convert_layout(rope_keys, LEFT)
+                scores = mma_v2(rope_keys, q_pe, scores)
+            words = keys_latent.load(VALUE_WORDS)
+            if KV_FORMAT == _FP8:
+                ONE: gl.constexpr = _TWICE_ONE if HAS_E4M3 else _TWICE_SOFTWARE_FACTOR
+                factors = gl.full([_PARTS, BLOCK_N // 2], ONE, gl.int32, FACTORS)
+            else:
+                factor = (
+                    scales.index(buffer)
+                    .permute((1, 0))
+                    .load(gl.SliceLayout(2, VALUE_WORDS))
+                )
+                if not HAS_E4M3:
+                    factor *= _SOFTWARE_FACTOR
+                even, odd = _split_keys(factor, FACTORS)
+                factors = gl.inline_asm_elementwise(
+                    _PAIR_ASM, "=r,r,r", [even, odd],
+                    dtype=gl.int32, is_pure=True, pack=1,
+                )  # fmt: skip
+        partial.store(scores)
         # Every warp waits here for every other's part.
         scores = gl.sum(partial.load(PARTIAL), 0)
         scores = gl.convert_layout(scores, PROBS, assert_trivial=True) * scale_log2
         keys = keys_shared.load(PROBS_KEYS)
-        if EARLY and KV_FORMAT == _MODEL:
-            _copy_rows(
-                kv_ptr, rows_shared.load(ROWS), rows_shared.load(ROWS_ROPE),
-                keys_latent, keys_rope, KV_STRIDE, GROUP, HAS_ROPE, COPY, COPY_ROPE,
-            )  # fmt: skip
+        if EARLY:
+            rows = rows_shared.load(ROWS)
+            rows_rope = rows_shared.load(ROWS_ROPE)
+            if KV_FORMAT == _MODEL:
+                _copy_rows(
+                    kv_ptr, rows, rows_rope, keys_latent, keys_rope,
+                    KV_STRIDE, GROUP, HAS_ROPE, COPY, COPY_ROPE,
+                )  # fmt: skip
+            else:
+                _copy_packed(
+                    kv_ptr, rows, rows_rope, rows_shared.load(ROWS_SCALES),
+                    keys_latent, keys_rope, scales.index(buffer),
+                    KV_STRIDE, KV_FORMAT, GROUP, HAS_ROPE, COPY, COPY_ROPE, COPY_SCALES,
+                )  # fmt: skip
 
         allowed = (keys >= 0)[:, None]
         if GROUP > 1:
@@ -558,7 +789,10 @@ def sparse_mla_mma_kernel(
         sums += probs
 
         probs, _ = gl.broadcast(probs.to(DTYPE)[None, :, :], all_parts)
-        if not EARLY:
+        if KV_FORMAT != _MODEL:
+            values = _decode_values(words, factors, BLOCK_N, HAS_E4M3)
+            values = gl.convert_layout(values, LEFT)
+        elif not EARLY:
             values = keys_latent.permute((0, 2, 1)).load(LEFT)
         # Two products, since the assembler copies accumulators that one of two ways has
         # changed to other registers and back.
@@ -569,26 +803,17 @@ def sparse_mla_mma_kernel(
         else:
             acc = mma_v2(values, probs, acc)
 
-        if KV_FORMAT != _MODEL:
-            _store_decoded(
-                packed, keys_latent, keys_rope,
-                KV_FORMAT, HAS_ROPE, HAS_E4M3, LATENT_WORDS, ROPE_WORDS,
-            )  # fmt: skip
-            packed = _load_packed(
-                kv_ptr, rows_shared.load(ROWS), rows_shared.load(ROWS_ROPE),
-                KV_STRIDE, KV_FORMAT, GROUP, HAS_ROPE, PACKED, PACKED_ROPE,
-            )  # fmt: skip
-        elif not EARLY:
+        if not EARLY:
             _copy_rows(
                 kv_ptr, rows_shared.load(ROWS), rows_shared.load(ROWS_ROPE),
                 keys_latent, keys_rope, KV_STRIDE, GROUP, HAS_ROPE, COPY, COPY_ROPE,
             )  # fmt: skip
         entries = next_entries
         next_entries = last_entries
-        last_entries = load_entries(row_list, n + 3 * BLOCK_N, end, BLOCK_N, ENTRIES)
+        last_entries = far_entries
+        far_entries = load_entries(row_list, n + 4 * BLOCK_N, end, BLOCK_N, ENTRIES)
         buffer = (buffer + 1) % NUM_BUFFERS
-    if KV_FORMAT == _MODEL:
-        async_copy.wait_group(0)
+    async_copy.wait_group(0)
 
     if LAUNCH_PDL:
         pdl("griddepcontrol.launch_dependents; // $0")
@@ -605,6 +830,8 @@ def sparse_mla_mma_kernel(
 
     norm = gl.convert_layout(norm, _dim2(MMA))
     value = (acc * norm[None, None, :]).to(out_ptr.dtype.element_ty)
+    if KV_FORMAT != _MODEL:
+        value = _in_order(value)
     OUT: gl.constexpr = _output_layout(BLOCK_H)
     token, head, mask_h = query_rows(
         group, head_block, num_tokens, num_heads, GROUP, BLOCK_H, _dim2(OUT)

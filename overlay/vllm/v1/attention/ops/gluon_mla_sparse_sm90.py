@@ -31,10 +31,7 @@ from vllm.model_executor.warmup.jit_warmup_triton_helper import (
 )
 from vllm.v1.attention.ops.gluon_mla_sparse import (
     BF16_TO_FP16_ASM,
-    DECODE_ASM,
     QUERY_FACTOR,
-    TWICE_ASM,
-    TWICE_ONE,
     end_of_softmax,
     load_entries,
     part_of_list,
@@ -58,6 +55,21 @@ from vllm.v1.attention.ops.triton_mla_sparse import (
     attention_warmup_inputs,
 )
 from vllm.v1.attention.ops.triton_mla_sparse_config import KVFormat, SparseMLAConfig
+
+# Four e4m3 bytes ($2) to two pairs of float16 ($0, $1), times a pair of
+# factors.
+_DECODE_ASM = gl.constexpr("""{
+.reg .b16 a, b;
+.reg .b32 c, d;
+mov.b32 {a, b}, $2;
+cvt.rn.f16x2.e4m3x2 c, a;
+cvt.rn.f16x2.e4m3x2 d, b;
+mul.rn.f16x2 $0, c, $3;
+mul.rn.f16x2 $1, d, $3;
+}""")
+# A float32 to a pair of the same float16, and the pair of 1.
+_TWICE_ASM = gl.constexpr("cvt.rn.f16x2.f32 $0, $1, $1;")
+_TWICE_ONE = gl.constexpr(0x3C003C00)
 
 # The rows of a matrix instruction.
 BLOCK_N = gl.constexpr(64)
@@ -146,7 +158,7 @@ def _decode(words, twice):
     `twice` [N] is the factor of each row, as a pair of float16.
     """
     low, high = gl.inline_asm_elementwise(
-        DECODE_ASM,
+        _DECODE_ASM,
         "=r,=r,r,r",
         [words, twice[:, None]],
         dtype=(gl.int32, gl.int32),
@@ -170,7 +182,7 @@ def _load_scales(
     ptr += gl.arange(0, 4, layout=gl.SliceLayout(0, WHOLE))[None, :]
     four = gl.load(ptr, mask=(entries >= 0)[:, None], other=0.0)
     twice = gl.inline_asm_elementwise(
-        TWICE_ASM, "=r,r", [four], dtype=gl.int32, is_pure=True, pack=1
+        _TWICE_ASM, "=r,r", [four], dtype=gl.int32, is_pure=True, pack=1
     )
     even, odd = gl.split(gl.reshape(twice, [BLOCK_N, 2, 2]))
     twice0, twice2 = gl.split(even)
@@ -199,7 +211,7 @@ def _store_decoded(
     """Store what `_load_packed` returned as float16 [64, 512] and [64, 64]."""
     tile0, tile1, tile2, tile3, raw = packed
     if KV_FORMAT == _FP8:
-        twice0 = gl.full([BLOCK_N], TWICE_ONE, gl.int32, layout)
+        twice0 = gl.full([BLOCK_N], _TWICE_ONE, gl.int32, layout)
         twice1, twice2, twice3 = twice0, twice0, twice0
     else:
         # Beside the RoPE values, which have brought them into L1: waiting in
@@ -302,6 +314,8 @@ def sparse_mla_wgmma_kernel(
     row_list = lists_ptr + group * list_width
     count = gl.load(counts_ptr + group)
     if BLOCK_H <= 32:
+        if count < 0:
+            return
         count = gl.minimum(count, list_width)
         start, end = part_of_list(count, num_splits, split, BLOCK_N)
         entries = load_entries(row_list, start, end, BLOCK_N, ROWS)
@@ -310,6 +324,8 @@ def sparse_mla_wgmma_kernel(
         # wait for the count of a list that is full.
         start, end = part_of_list(list_width, num_splits, split, BLOCK_N)
         entries = load_entries(row_list, start, end, BLOCK_N, ROWS)
+        if count < 0:
+            return
         if count < list_width:
             start, end = part_of_list(count, num_splits, split, BLOCK_N)
             entries = load_entries(row_list, start, end, BLOCK_N, ROWS)

@@ -21,6 +21,9 @@ from vllm.triton_utils import triton
 _NUM_WARPS = 8
 # Four entries a thread: with fewer, several threads would hold the same one.
 _MIN_BLOCK_K = 4 * 32 * _NUM_WARPS
+# Two tokens that share less than this part of their entries, one in so many, are left
+# alone: their union has more columns to multiply than it saves rows to read.
+_MIN_SHARED = gl.constexpr(8)
 
 
 @gluon.jit
@@ -41,13 +44,15 @@ def union_rows_kernel(
     topk_ptr,  # int32 [T, num_topk], rows of kv
     valid_count_ptr,  # int32 [T], used entries of each topk row
     union_ptr,  # int32 [T / 2, 2 * num_topk]: row << 2 | bits of its tokens
-    count_ptr,  # int32 [T / 2], used entries of each union
+    count_ptr,  # int32 [T / 2], used entries of each union, or -1
+    alone_count_ptr,  # int32 [T], used entries of the tokens left alone, or -1
     num_tokens,  # T
     num_topk,
     BLOCK_K: gl.constexpr,  # a power of two, at least num_topk
 ):
     # grid: (T / 2). Each program joins the lists of two neighbours: the entries
-    # of the first, then those of the second that the first does not have.
+    # of the first, then those of the second that the first does not have; or it
+    # leaves the two alone.
     SLOTS: gl.constexpr = 2 * BLOCK_K
     LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -57,9 +62,9 @@ def union_rows_kernel(
     has_second = 2 * pair + 1 < num_tokens
     count0 = gl.minimum(gl.load(valid_count_ptr + 2 * pair), num_topk)
     count1 = gl.load(valid_count_ptr + 2 * pair + 1, mask=has_second, other=0)
+    count1 = gl.minimum(count1, num_topk)
     row0 = gl.load(first + offs, mask=offs < count0, other=-1)
-    in_list1 = offs < gl.minimum(count1, num_topk)
-    row1 = gl.load(first + num_topk + offs, mask=in_list1, other=-1)
+    row1 = gl.load(first + num_topk + offs, mask=offs < count1, other=-1)
 
     # Hash tables from row to position in the first list. Where rows collide one
     # stays, and the others go to the second table. A row lost there costs time
@@ -91,20 +96,34 @@ def union_rows_kernel(
     matched = matched & (takers.gather(position, 0) == 1)
     members = gl.where(takers.load(LAYOUT) == 1, 3, 1)
 
+    num_shared = gl.sum(matched.to(gl.int32), 0)
+    is_union = num_shared * _MIN_SHARED >= count0 + count1
+    alone_count = alone_count_ptr + 2 * pair
+    gl.store(alone_count, gl.where(is_union, -1, count0))
+    gl.store(alone_count + 1, gl.where(is_union, -1, count1), mask=has_second)
+
     union = union_ptr + pair * (2 * num_topk)
     entries0 = gl.where(row0 >= 0, row0 << 2 | members, -1)
     gl.store(union + offs, entries0, mask=offs < count0)
     alone = ((row1 >= 0) & ~matched).to(gl.int32)
     position = count0 + gl.associative_scan(alone, 0, _add) - 1
     gl.store(union + position, row1 << 2 | 2, mask=alone != 0)
-    gl.store(count_ptr + pair, count0 + gl.sum(alone, 0))
+    gl.store(count_ptr + pair, gl.where(is_union, count0 + gl.sum(alone, 0), -1))
 
 
 def _warmup_inputs(num_topk: int) -> list[dict[str, TritonWarmupTensor]]:
     """Return the one launch."""
     lists = TritonWarmupTensor(torch.int32, shape=(1, num_topk))
     count = TritonWarmupTensor(torch.int32)
-    return [{"topk": lists, "valid_count": count, "union": lists, "count": count}]
+    return [
+        {
+            "topk": lists,
+            "valid_count": count,
+            "union": lists,
+            "count": count,
+            "alone_count": count,
+        }
+    ]
 
 
 @triton_kernel_dispatcher_with_warmup(
@@ -115,6 +134,7 @@ def union_rows(
     valid_count: torch.Tensor,
     union: torch.Tensor,
     count: torch.Tensor,
+    alone_count: torch.Tensor,
 ) -> DispatchSpec:
     """Launch `union_rows_kernel`; see there for the shapes."""
     num_tokens, num_topk = topk.shape

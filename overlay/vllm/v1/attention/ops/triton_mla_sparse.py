@@ -36,6 +36,7 @@ from vllm.v1.attention.ops.triton_mla_sparse_config import (
     MAX_UNION_TOKENS,
     KVFormat,
     SparseMLAConfig,
+    get_alone_config,
     get_config,
     get_num_programs,
     get_num_splits,
@@ -130,7 +131,7 @@ def sparse_mla_kernel(
     q_pe_ptr,  # fp16/bf16 [T, H, 64], unit last stride; unread without HAS_ROPE
     kv_ptr,  # [rows, KV_STRIDE], as KV_FORMAT says; bytes unless 16-bit
     lists_ptr,  # int32 [T / GROUP, list_width]: rows of kv, or entries of unions
-    counts_ptr,  # int32 [T / GROUP], used entries of each list
+    counts_ptr,  # int32 [T / GROUP], used entries of each list; below 0, no output
     kv_scale_ptr,  # fp32 scalar, the scale of the whole cache; read for FP8 only
     out_ptr,  # fp16/bf16 [T, H, splits, 512]
     lse_ptr,  # fp32 [T, H, splits], natural log
@@ -168,6 +169,8 @@ def sparse_mla_kernel(
     # iteration do not wait for them and the pipeliner can overlap them.
     row_list = lists_ptr + group * list_width
     count = tl.load(counts_ptr + group)
+    if count < 0:
+        return
     start, end = _part(tl.minimum(count, list_width), num_splits, split, BLOCK_N)
     next_entries = _load_entries(row_list, start, end, BLOCK_N)
 
@@ -581,14 +584,21 @@ def sparse_mla_attention(
     out = q_nope.new_empty(q_nope.shape)
     lse = q_nope.new_empty((num_tokens, num_heads), dtype=torch.float32)
 
-    def attend(tokens: slice, lists: torch.Tensor, counts: torch.Tensor) -> None:
-        """Launch the attention of some tokens and, for several splits, the merge."""
+    def attend(
+        tokens: slice,
+        launches: Sequence[tuple[SparseMLAConfig, torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Launch the attention of some tokens and, for several splits, the merge.
+
+        Each launch has its configuration, lists and counts, and leaves some tokens to
+        the others; the first says into how many splits all lists are cut.
+        """
         part_out, part_lse = out[tokens], lse[tokens]
         splits = num_splits or get_num_splits(
             part_lse.shape[0],
             num_heads,
             num_topk,
-            config,
+            launches[0][0],
             current_platform.num_compute_units(),
         )
         partial_out, partial_lse = part_out, part_lse
@@ -599,40 +609,44 @@ def sparse_mla_attention(
                 partial_lse = lse.new_empty(num_rows)
             else:
                 partial_out, partial_lse = (s[:num_rows] for s in workspace[:2])
-        attention_launcher(config)(
-            q_nope[tokens],
-            q_pe[tokens] if rope_dim else q_nope[tokens],
-            kv,
-            lists,
-            counts,
-            lse if kv_scale is None else kv_scale,
-            partial_out,
-            partial_lse,
-            sm_scale,
-            splits,
-            kv_format,
-            rope_dim > 0,
-            config,
-        )
+        for one, lists, counts in launches:
+            attention_launcher(one)(
+                q_nope[tokens],
+                q_pe[tokens] if rope_dim else q_nope[tokens],
+                kv,
+                lists,
+                counts,
+                lse if kv_scale is None else kv_scale,
+                partial_out,
+                partial_lse,
+                sm_scale,
+                splits,
+                kv_format,
+                rope_dim > 0,
+                one,
+            )
         if splits > 1:
             merge_splits(
                 partial_out, partial_lse, part_out, part_lse, splits, config.launch_pdl
             )
 
     if config.group == 1:
-        attend(slice(None), topk, valid_count)
+        attend(slice(None), [(config, topk, valid_count)])
         return out, lse
 
+    alone_config = get_alone_config(config)
     for first in range(0, num_tokens, MAX_UNION_TOKENS):
         tokens = slice(first, first + MAX_UNION_TOKENS)
-        num_pairs = triton.cdiv(valid_count[tokens].shape[0], 2)
+        lists, list_counts = topk[tokens], valid_count[tokens]
+        specs = get_union_specs(list_counts.shape[0], num_topk)
         if workspace is None:
-            union, counts = (
-                topk.new_empty(shape, dtype=dtype)
-                for shape, dtype in get_union_specs(2 * num_pairs, num_topk)
-            )
+            scratch = [topk.new_empty(shape, dtype=dtype) for shape, dtype in specs]
         else:
-            union, counts = (scratch[:num_pairs] for scratch in workspace[2:])
-        union_launcher()(topk[tokens], valid_count[tokens], union, counts)
-        attend(tokens, union, counts)
+            sizes = [shape[0] for shape, _ in specs]
+            scratch = [s[:n] for s, n in zip(workspace[2:], sizes, strict=True)]
+        union, union_counts, alone_counts = scratch
+        union_launcher()(lists, list_counts, *scratch)
+        attend(
+            tokens, [(config, union, union_counts), (alone_config, lists, alone_counts)]
+        )
     return out, lse

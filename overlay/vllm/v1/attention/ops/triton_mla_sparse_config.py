@@ -14,7 +14,7 @@ whose rows fit the 99 KB of shared memory of SM86, SM89, SM120 and SM121.
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -126,21 +126,28 @@ def get_config(
     return _make_config(row, capability)
 
 
+def get_alone_config(config: SparseMLAConfig) -> SparseMLAConfig:
+    """Return the configuration for tokens that a launch over unions leaves alone."""
+    least = 16 if config.gluon == "wgmma" else 8
+    return replace(config, group=1, block_h=max(config.block_h // config.group, least))
+
+
 def get_reachable_configs(
     num_heads: int, kv_format: KVFormat, capability: tuple[int, int]
 ) -> set[SparseMLAConfig]:
-    """Return every configuration that `get_config` gives for any token count."""
+    """Return every configuration that launches of any token count may have."""
     edges = {
         row["tokens"]
         for row in _rows(kv_format, capability, is_prefill=False)
         if "tokens" in row
     }
     edges.update((MIN_PREFILL_TOKENS, max(edges, default=0) + 1))
-    return {
+    configs = {
         get_config(num_tokens, num_heads, kv_format, capability, is_prefill)
         for num_tokens in edges
         for is_prefill in (False, True)
     }
+    return configs | {get_alone_config(one) for one in configs if one.group > 1}
 
 
 def get_num_programs(num_tokens: int, num_heads: int, config: SparseMLAConfig) -> int:
@@ -182,11 +189,16 @@ def get_num_splits(
 def get_union_specs(
     num_tokens: int, num_topk: int
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return shapes and dtypes of the unions' scratch: lists, counts."""
-    num_pairs = cdiv(min(num_tokens, MAX_UNION_TOKENS), 2)
+    """Return shapes and dtypes of the unions' scratch.
+
+    These are the lists, their counts, and the counts of tokens left alone.
+    """
+    num_tokens = min(num_tokens, MAX_UNION_TOKENS)
+    num_pairs = cdiv(num_tokens, 2)
     return [
         ((num_pairs, 2 * num_topk), torch.int32),
         ((num_pairs,), torch.int32),
+        ((num_tokens,), torch.int32),
     ]
 
 
