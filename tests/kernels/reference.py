@@ -1,5 +1,7 @@
 """A readable reference of sparse MLA in float64, and the inputs the kernel tests share."""
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -147,6 +149,46 @@ def join_lists(
         count[pair] = len(entries) if is_union else -1
         for token, one in enumerate(lists, start=2 * pair):
             alone_count[token] = -1 if is_union else len(one)
+
+
+def launch_unions(
+    launch: Callable[..., None],
+    specs: list[tuple[tuple[int, ...], torch.dtype]],
+    lists: list[list[int]],
+    num_topk: int,
+    device: str = "cpu",
+) -> list[list[int] | None]:
+    """Return the used entries of the union of each two lists, or None where they are left alone."""
+    topk = torch.full((len(lists), num_topk), -1, dtype=torch.int32)
+    for row, one in zip(topk, lists, strict=True):
+        row[: len(one)] = torch.tensor(one, dtype=torch.int32)
+    valid_count = torch.tensor([len(one) for one in lists], dtype=torch.int32)
+    outputs = [torch.full(shape, 99, dtype=dtype, device=device) for shape, dtype in specs]
+    launch(topk.to(device), valid_count.to(device), *outputs)
+    union, counts, alone_counts = (output.cpu() for output in outputs)
+    for pair, count in enumerate(counts.tolist()):
+        alone = slice(2 * pair, 2 * pair + 2)
+        expected = valid_count[alone] if count < 0 else torch.full_like(valid_count[alone], -1)
+        assert torch.equal(alone_counts[alone], expected)
+    return [
+        None if count < 0 else [entry for entry in entries[:count].tolist() if entry >= 0]
+        for entries, count in zip(union, counts.tolist(), strict=True)
+    ]
+
+
+def assert_joined(union: list[int] | None, lists: list[list[int]]) -> None:
+    """Check that each of one or two tokens finds its rows, as often as it lists them; or that they share little."""
+    lists = [*lists, []][:2]
+    counted = [Counter(row for row in one if row >= 0) for one in lists]
+    shared = counted[0] & counted[1]
+    num_entries = sum(map(len, lists))
+    if union is None:
+        # A row that a token lists twice need not count as shared, nor one lost to collisions in both hash tables.
+        assert 8 * sum(max(rows[row] for rows in counted) == 1 for row in shared) < num_entries + 8
+    else:
+        assert 8 * shared.total() >= num_entries
+        members = [sorted(entry >> 2 for entry in union if entry >> member & 1) for member in range(2)]
+        assert members == [sorted(row for row in one if row >= 0) for one in lists]
 
 
 def assert_matches_reference(

@@ -19,8 +19,8 @@ from tests.kernels.reference import (
     assert_matches_reference,
     join_lists,
     make_inputs,
-    share_rows,
     poison_unused_rows,
+    share_rows,
     sparse_mla_reference,
 )
 
