@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -77,11 +78,8 @@ def test_registers_that_spill_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "compile", lambda *_, **__: compiled)
     metadata = {"num_warps": 4, "num_stages": 2, "maxnreg": None}
     for stacks, local in [((0, 0), 0), ((16, 0), 0), ((0, 24), 0), ((0, 0), 8)]:  # with each of two assemblers
-        outputs = [
-            SimpleNamespace(stdout=f"Function f: REG:255 STACK:{stack} SHARED:0 LOCAL:{local} TEXTURE:0")
-            for stack in stacks
-        ]
-        monkeypatch.setattr(subprocess, "run", lambda *_, outputs=iter(outputs), **__: next(outputs))
+        outputs = [f"Function f: REG:255 STACK:{stack} SHARED:0 LOCAL:{local} TEXTURE:0" for stack in stacks]
+        monkeypatch.setattr(subprocess, "run", Mock(side_effect=[SimpleNamespace(stdout=one) for one in outputs]))
         assert tune.small_gpu_usage(None, metadata) == (max(stacks) + local, 4)
 
 
