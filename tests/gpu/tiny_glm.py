@@ -92,7 +92,9 @@ class Reference:
         return self._selections[key]
 
     def _compute(self, token_ids: list[int]) -> torch.Tensor:
-        return selftest.distributions(self._model, token_ids)
+        result = selftest.distributions(self._model, token_ids)
+        torch.cuda.empty_cache()  # long sequences leave 100 GB in it, which the engines beside need
+        return result
 
 
 @contextmanager

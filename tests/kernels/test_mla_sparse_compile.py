@@ -15,7 +15,7 @@ from tests.kernels.compilation import SHARED_MEMORY, Binary, compile_kernel
 from tests.kernels.overlay import OVERLAY, load_overlay
 
 TABLE = json.loads((OVERLAY / "vllm/v1/attention/ops/triton_mla_sparse_configs.json").read_text())
-TILE = ("block_h", "block_n", "num_warps", "num_stages", "group", "gluon", "maxnreg")
+TILE = ("block_h", "block_n", "num_warps", "num_stages", "group", "gluon", "maxnreg", "alone")
 # format of the table -> name -> KV format, model dtype, RoPE width
 VARIANTS = {
     "16-bit": {
@@ -37,11 +37,11 @@ MAX_SPILLED_BYTES = {arch: 192 if arch == 90 else 0 for arch in SHARED_MEMORY}
 
 def tiles(section: str, kv_format: str) -> list[tuple]:
     """Return the different kernels of a section of the table, and those for pairs of tokens that are left alone."""
-    usual = {"group": 1, "gluon": "", "maxnreg": None}
+    usual = {"group": 1, "gluon": "", "maxnreg": None, "alone": False}
     rows = [usual | row for kind in ("decode", "prefill") for row in TABLE[section][kv_format][kind]]
     least = {"": 8, "mma": 8, "wgmma": 16}
     rows += [
-        row | {"group": 1, "block_h": max(row["block_h"] // row["group"], least[row["gluon"]])}
+        row | {"group": 1, "block_h": max(row["block_h"] // row["group"], least[row["gluon"]]), "alone": True}
         for row in rows
         if row["group"] > 1
     ]
@@ -123,6 +123,7 @@ def compile_attention(arch: int, table_format: str, variant: str, tile: tuple) -
             "HAS_ROPE": rope_dim > 0,
             "GROUP": config["group"],
             "BLOCK_H": config["block_h"],
+            "MAY_SKIP": config["group"] > 1 or config["alone"],
             "LAUNCH_PDL": arch >= 90,
             **tiles,
         },

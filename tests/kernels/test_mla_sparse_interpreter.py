@@ -283,6 +283,26 @@ def test_pairs_that_share_little_are_left_alone(interpreter, num_splits):
     interpreter.submit(check_tokens_left_alone, num_splits).result()
 
 
+def check_only_some_launches_skip() -> None:
+    """A branch on a count holds up the start of a program."""
+    c, k = configs(), kernels()
+    inputs = make_inputs([64], 8, 64)
+
+    def may_skip(config) -> bool:
+        kv_format = c.KVFormat.MODEL
+        return k.attention_launch(inputs.q_nope, inputs.kv, inputs.topk, 1, kv_format, True, config)[1]["MAY_SKIP"]
+
+    alone = c.get_alone_config(pair_config())
+    assert (alone.group, alone.block_h) == (1, 8)
+    assert may_skip(pair_config())
+    assert may_skip(alone)
+    assert not may_skip(dataclasses.replace(alone, alone=False))
+
+
+def test_only_launches_over_unions_leave_lists_to_others(interpreter):
+    interpreter.submit(check_only_some_launches_skip).result()
+
+
 def check_long_prefill() -> None:
     """More tokens than one launch over unions takes."""
     c = configs()

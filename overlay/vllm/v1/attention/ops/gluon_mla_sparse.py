@@ -552,6 +552,7 @@ def sparse_mla_mma_kernel(
     BLOCK_N: gl.constexpr,  # 16 or 32
     NUM_BUFFERS: gl.constexpr,  # tiles of KV rows in shared memory: 1 or 2
     HAS_E4M3: gl.constexpr,  # whether there is an instruction that decodes e4m3
+    MAY_SKIP: gl.constexpr,
     LAUNCH_PDL: gl.constexpr,
 ):
     # grid: (token groups * head blocks, splits), as for `sparse_mla_kernel`.
@@ -606,7 +607,7 @@ def sparse_mla_mma_kernel(
         pdl("griddepcontrol.wait; // $0")
     row_list = lists_ptr + group * list_width
     count = gl.load(counts_ptr + group)
-    if count < 0:
+    if MAY_SKIP and count < 0:
         return
     count = gl.minimum(count, list_width)
     start, end = part_of_list(count, num_splits, split, BLOCK_N)

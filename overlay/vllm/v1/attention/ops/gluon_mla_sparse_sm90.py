@@ -276,6 +276,7 @@ def sparse_mla_wgmma_kernel(
     GROUP: gl.constexpr,
     BLOCK_H: gl.constexpr,  # 16, 32 or 64
     NUM_BUFFERS: gl.constexpr,  # tiles of KV rows in shared memory: 1, or 2 of 16-bit
+    MAY_SKIP: gl.constexpr,
     LAUNCH_PDL: gl.constexpr,
 ):
     # grid: (token groups * head blocks, splits), as for `sparse_mla_kernel`.
@@ -314,7 +315,7 @@ def sparse_mla_wgmma_kernel(
     row_list = lists_ptr + group * list_width
     count = gl.load(counts_ptr + group)
     if BLOCK_H <= 32:
-        if count < 0:
+        if MAY_SKIP and count < 0:
             return
         count = gl.minimum(count, list_width)
         start, end = part_of_list(count, num_splits, split, BLOCK_N)
@@ -324,7 +325,7 @@ def sparse_mla_wgmma_kernel(
         # wait for the count of a list that is full.
         start, end = part_of_list(list_width, num_splits, split, BLOCK_N)
         entries = load_entries(row_list, start, end, BLOCK_N, ROWS)
-        if count < 0:
+        if MAY_SKIP and count < 0:
             return
         if count < list_width:
             start, end = part_of_list(count, num_splits, split, BLOCK_N)

@@ -131,7 +131,7 @@ def sparse_mla_kernel(
     q_pe_ptr,  # fp16/bf16 [T, H, 64], unit last stride; unread without HAS_ROPE
     kv_ptr,  # [rows, KV_STRIDE], as KV_FORMAT says; bytes unless 16-bit
     lists_ptr,  # int32 [T / GROUP, list_width]: rows of kv, or entries of unions
-    counts_ptr,  # int32 [T / GROUP], used entries of each list; below 0, no output
+    counts_ptr,  # int32 [T / GROUP], used entries of each list
     kv_scale_ptr,  # fp32 scalar, the scale of the whole cache; read for FP8 only
     out_ptr,  # fp16/bf16 [T, H, splits, 512]
     lse_ptr,  # fp32 [T, H, splits], natural log
@@ -151,6 +151,7 @@ def sparse_mla_kernel(
     GROUP: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MAY_SKIP: tl.constexpr,  # counts below 0 are of lists that another launch serves
     LAUNCH_PDL: tl.constexpr,
 ):
     # grid: (token groups * head blocks, splits). The head blocks of one group
@@ -169,7 +170,7 @@ def sparse_mla_kernel(
     # iteration do not wait for them and the pipeliner can overlap them.
     row_list = lists_ptr + group * list_width
     count = tl.load(counts_ptr + group)
-    if count < 0:
+    if MAY_SKIP and count < 0:
         return
     start, end = _part(tl.minimum(count, list_width), num_splits, split, BLOCK_N)
     next_entries = _load_entries(row_list, start, end, BLOCK_N)
@@ -367,6 +368,7 @@ def attention_launch(
         "HAS_ROPE": has_rope,
         "GROUP": config.group,
         "BLOCK_H": config.block_h,
+        "MAY_SKIP": config.group > 1 or config.alone,
         "LAUNCH_PDL": config.launch_pdl,
         "launch_pdl": config.launch_pdl,
         "num_warps": config.num_warps,

@@ -65,6 +65,7 @@ class SparseMLAConfig:
     # gluon_mla_sparse_sm90.py, which SM90 alone runs.
     gluon: str = ""
     maxnreg: int | None = None  # registers per thread, for more programs per SM
+    alone: bool = False  # for tokens that a launch over unions leaves alone
     # Not tuned, but given by the GPU: whether the merge is launched while the attention
     # ends, and whether an instruction decodes e4m3.
     launch_pdl: bool = False
@@ -129,7 +130,8 @@ def get_config(
 def get_alone_config(config: SparseMLAConfig) -> SparseMLAConfig:
     """Return the configuration for tokens that a launch over unions leaves alone."""
     least = 16 if config.gluon == "wgmma" else 8
-    return replace(config, group=1, block_h=max(config.block_h // config.group, least))
+    block_h = max(config.block_h // config.group, least)
+    return replace(config, group=1, block_h=block_h, alone=True)
 
 
 def get_reachable_configs(
