@@ -14,6 +14,12 @@ The 512 values of a row are shared out among the warps in four parts, the scale 
 of fp8_ds_mla. A warp multiplies its part of the scores, which are added up through
 shared memory, and computes its part of the output. Tensors of rows are therefore
 [part, key, column].
+
+fp8 rows are copied to shared memory as they are. Decoded there, they would take more
+of its bandwidth than they save in reading; so each product decodes its own operand on
+the way to registers. A thread loads neighbouring bytes, and what it gets of a row
+decides the order of columns: the query is loaded in that order, and the output put
+back in the true one.
 """
 
 import torch
