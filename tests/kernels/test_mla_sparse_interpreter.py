@@ -375,6 +375,12 @@ def check_table() -> None:
                         # One block holds all heads of both tokens of a pair.
                         assert config.group == 1 or (config.group == 2 and 2 * num_heads <= config.block_h)
                         assert is_prefill or config.group == 1
+                        if config.group > 1:
+                            alone = c.get_alone_config(config)
+                            assert alone in reachable
+                            assert (alone.group, alone.alone) == (1, True)
+                            # The matrix instructions of SM90 take 16 heads, the others 8.
+                            assert alone.block_h >= max(num_heads, 16 if config.gluon == "wgmma" else 8)
 
 
 def test_every_launch_has_a_configuration_that_the_warm_up_compiles(compiler):
