@@ -145,8 +145,9 @@ def count_configurations(capability: tuple[int, int]) -> tuple[int, int]:
     from vllm.v1.attention.ops.triton_mla_sparse_config import KVFormat, get_reachable_configs
 
     checked = {
-        (shape.dtype, shape.kv_format, shape.config(cases.Target(capability, 188)))
+        (shape.dtype, shape.kv_format, config)
         for shape in attention.every_configuration(cases.Target(capability, 188))
+        for config in shape.launched(cases.Target(capability, 188))
     }
     reachable = {
         (dtype, kv_format, config)
@@ -156,6 +157,19 @@ def count_configurations(capability: tuple[int, int]) -> tuple[int, int]:
         for config in get_reachable_configs(heads, kv_format, capability)
     }
     return len(checked), len(reachable - checked)
+
+
+def count_unions() -> tuple[int, int]:
+    """Return how many neighbours of a prefill share enough rows to work on their union, and how many are left alone."""
+    from vllm.sm120.selftest import attention
+    from vllm.v1.attention.ops.triton_mla_sparse_config import MIN_PREFILL_TOKENS
+
+    inputs = attention.make_inputs(attention.Shape(MIN_PREFILL_TOKENS, 1, is_prefill=True), target())
+    counts = inputs.counts.tolist()
+    rows = [set(row[:count].tolist()) - {-1} for row, count in zip(inputs.topk, counts, strict=True)]
+    pairs = range(0, MIN_PREFILL_TOKENS, 2)
+    shared = [8 * len(rows[token] & rows[token + 1]) >= counts[token] + counts[token + 1] for token in pairs]
+    return sum(shared), len(shared) - sum(shared)
 
 
 def read_all() -> list[tuple[int, int]]:
@@ -270,6 +284,11 @@ def test_every_configuration_of_the_warm_up_is_checked(compiler, capability):
     num_checked, num_missing = compiler.submit(count_configurations, capability).result()
     assert num_checked > 20
     assert num_missing == 0
+
+
+def test_prefills_have_neighbours_that_share_rows_and_some_that_do_not(interpreter):
+    shared, alone = interpreter.submit(count_unions).result()
+    assert min(shared, alone) > 10
 
 
 # Rates

@@ -27,6 +27,7 @@ from vllm.v1.attention.ops.triton_mla_sparse_config import (
     MIN_PREFILL_TOKENS,
     KVFormat,
     SparseMLAConfig,
+    get_alone_config,
     get_config,
     get_num_splits,
 )
@@ -68,6 +69,14 @@ class Shape:
         return get_config(
             self.tokens, self.heads, self.kv_format, target.capability, self.is_prefill
         )
+
+    def launched(self, target: Target) -> list[SparseMLAConfig]:
+        """Return the configuration, and that of tokens that share little with theirs.
+
+        Of the lists that `make_inputs` draws some neighbours do, and some do not.
+        """
+        config = self.config(target)
+        return [config] + [get_alone_config(config)] * (config.group > 1)
 
     def num_splits(self, target: Target) -> int:
         config = self.config(target)
@@ -138,16 +147,17 @@ def warmup_keys(shapes: Iterable[Shape], target: Target) -> dict[Any, Any]:
     keys = {}
     for shape in shapes:
         is_split = shape.num_splits(target) > 1
-        launcher = kernels.attention_launcher(shape.config(target))
-        for key in launcher.get_warmup_keys(
-            num_heads=shape.heads,
-            dtype=shape.dtype,
-            kv_format=shape.kv_format,
-            has_rope=shape.rope_dim > 0,
-            config=shape.config(target),
-        ):
-            if (dict(key.inputs)["num_splits"] > 1) == is_split:
-                keys[key] = launcher
+        for config in shape.launched(target):
+            launcher = kernels.attention_launcher(config)
+            for key in launcher.get_warmup_keys(
+                num_heads=shape.heads,
+                dtype=shape.dtype,
+                kv_format=shape.kv_format,
+                has_rope=shape.rope_dim > 0,
+                config=config,
+            ):
+                if (dict(key.inputs)["num_splits"] > 1) == is_split:
+                    keys[key] = launcher
     return keys
 
 
