@@ -270,7 +270,10 @@ def test_lock_is_waited_for(checkout: Checkout) -> None:
 
 @pytest.mark.slow
 def test_interrupt_from_the_keyboard(checkout: Checkout) -> None:
+    # A shell's background job ignores interrupts, and so would what it starts, as these tests may be.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     run = checkout.start("edit", f"--patch={START}", "--command=exec sleep 20")
+    signal.signal(signal.SIGINT, before)
     deadline = time.monotonic() + 20
     while not checkout.layout.edit("vllm").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
