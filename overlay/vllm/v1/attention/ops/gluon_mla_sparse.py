@@ -121,7 +121,7 @@ mul.rn.f16x2 $3, $3, $20;
 }""")
 _SOFTWARE_FACTOR = gl.constexpr(256.0)
 # Pairs of float16: of 1 and of that factor.
-_TWICE_ONE = gl.constexpr(0x3C003C00)
+TWICE_ONE = gl.constexpr(0x3C003C00)
 _TWICE_SOFTWARE_FACTOR = gl.constexpr(0x5C005C00)
 # Two float32 to a pair of float16.
 _PAIR_ASM = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
@@ -744,7 +744,7 @@ def sparse_mla_mma_kernel(
                 scores = mma_v2(rope_keys, q_pe, scores)
             words = keys_latent.load(VALUE_WORDS)
             if KV_FORMAT == _FP8:
-                ONE: gl.constexpr = _TWICE_ONE if HAS_E4M3 else _TWICE_SOFTWARE_FACTOR
+                ONE: gl.constexpr = TWICE_ONE if HAS_E4M3 else _TWICE_SOFTWARE_FACTOR
                 factors = gl.full([_PARTS, BLOCK_N // 2], ONE, gl.int32, FACTORS)
             else:
                 factor = (

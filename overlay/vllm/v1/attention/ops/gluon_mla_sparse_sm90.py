@@ -32,6 +32,7 @@ from vllm.model_executor.warmup.jit_warmup_triton_helper import (
 from vllm.v1.attention.ops.gluon_mla_sparse import (
     BF16_TO_FP16_ASM,
     QUERY_FACTOR,
+    TWICE_ONE,
     end_of_softmax,
     load_entries,
     part_of_list,
@@ -67,9 +68,8 @@ cvt.rn.f16x2.e4m3x2 d, b;
 mul.rn.f16x2 $0, c, $3;
 mul.rn.f16x2 $1, d, $3;
 }""")
-# A float32 to a pair of the same float16, and the pair of 1.
+# A float32 to a pair of the same float16.
 _TWICE_ASM = gl.constexpr("cvt.rn.f16x2.f32 $0, $1, $1;")
-_TWICE_ONE = gl.constexpr(0x3C003C00)
 
 # The rows of a matrix instruction.
 BLOCK_N = gl.constexpr(64)
@@ -211,7 +211,7 @@ def _store_decoded(
     """Store what `_load_packed` returned as float16 [64, 512] and [64, 64]."""
     tile0, tile1, tile2, tile3, raw = packed
     if KV_FORMAT == _FP8:
-        twice0 = gl.full([BLOCK_N], _TWICE_ONE, gl.int32, layout)
+        twice0 = gl.full([BLOCK_N], TWICE_ONE, gl.int32, layout)
         twice1, twice2, twice3 = twice0, twice0, twice0
     else:
         # Beside the RoPE values, which have brought them into L1: waiting in

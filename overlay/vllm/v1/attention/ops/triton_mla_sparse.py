@@ -593,14 +593,14 @@ def sparse_mla_attention(
         """Launch the attention of some tokens and, for several splits, the merge.
 
         Each launch has its configuration, lists and counts, and leaves some tokens to
-        the others; the first says into how many splits all lists are cut.
+        the others. All cut their lists into as many splits.
         """
         part_out, part_lse = out[tokens], lse[tokens]
         splits = num_splits or get_num_splits(
             part_lse.shape[0],
             num_heads,
             num_topk,
-            launches[0][0],
+            config,
             current_platform.num_compute_units(),
         )
         partial_out, partial_lse = part_out, part_lse
